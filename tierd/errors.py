@@ -1,0 +1,106 @@
+"""One error class per mistake a user can make; each message is one line.
+
+A message says what happened, where (path, device, value), why that is likely and, after "; run:",
+the command that mends or shows it. The CLI prints the line and exits with ``exit_code``.
+Programming faults are not here: they are ordinary exceptions and stop the process.
+"""
+
+from __future__ import annotations
+
+
+class TierdError(Exception):
+    """Base of every error that is meant for a user."""
+
+    exit_code = 1
+
+
+class ConfigError(TierdError):
+    """A configuration file or value that cannot be used."""
+
+
+class CheckpointError(TierdError):
+    """A checkpoint that cannot be imported as it is."""
+
+
+class ShardLengthError(CheckpointError):
+    """A safetensors shard is shorter or longer than its header says."""
+
+
+class ShardMissingError(CheckpointError):
+    """A shard that the index names does not exist."""
+
+
+class HeaderError(CheckpointError):
+    """A safetensors header that is cut off, oversized or not valid JSON."""
+
+
+class TensorMissingError(CheckpointError):
+    """The index names a tensor that its shard does not hold."""
+
+
+class NoTableError(CheckpointError):
+    """No tensor of the checkpoint matches, or only a part of a table does."""
+
+
+class TensorShapeError(CheckpointError):
+    """A tensor's dtype or shape is not the one its table kind has."""
+
+
+class PayloadError(CheckpointError):
+    """A value that the row format forbids: a NaN payload or a scale of 255."""
+
+
+class UnsupportedTableError(CheckpointError):
+    """A table format that tierd knows by name and does not serve."""
+
+
+class DeviceError(TierdError):
+    """A device that cannot be used as asked."""
+
+
+class DeviceBusyError(DeviceError):
+    """Another process holds the device."""
+
+
+class DeviceForeignError(DeviceError):
+    """The device holds something that tierd did not write."""
+
+
+class DeviceTooSmallError(DeviceError):
+    """The device has less room than the image needs."""
+
+
+class DeviceDamagedError(DeviceError):
+    """Neither root of the device, or not its extent table, can be read."""
+
+
+class DeviceVersionError(DeviceError):
+    """The device was written by a newer tierd."""
+
+
+class ImageError(TierdError):
+    """An image that does not exist, is incomplete or does not match."""
+
+
+class VerifyError(ImageError):
+    """Verification found a page or a row that is not what was imported."""
+
+
+class DaemonError(TierdError):
+    """The daemon cannot start, or cannot be reached."""
+
+
+class SocketBusyError(DaemonError):
+    """Another daemon listens on the socket."""
+
+
+class AttachError(DaemonError):
+    """The daemon refused a client, or the two do not fit each other."""
+
+
+class HookError(TierdError):
+    """The engine hook cannot serve this engine or model, and refuses to."""
+
+
+class RowError(TierdError):
+    """A request failed: its rows could not be read or did not pass their checks."""
