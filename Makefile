@@ -1,0 +1,42 @@
+# `make` lints and tests. `make demo` shows tierd at work. Both set up what is missing.
+SHELL := /bin/bash
+PY := .venv/bin/python
+.DEFAULT_GOAL := all
+.PHONY: all setup build lint test demo bench bench-report sanitizers clean
+
+all: lint test
+
+# The stamp is newer than what decides the environment, or setup runs again.
+.venv/.ready: pyproject.toml tools/setup.sh
+	tools/setup.sh
+	touch $@
+setup: .venv/.ready build
+
+# The native core is rebuilt when a source changed; `pip install -e` of an unchanged tree costs seconds.
+CORE := $(wildcard tierd/io/_core/*.cc tierd/io/_core/*.h) CMakeLists.txt
+.venv/.built: .venv/.ready $(CORE)
+	$(PY) -m pip install -q --no-build-isolation --no-deps -e .
+	touch $@
+build: .venv/.built
+
+lint: build
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+test: build
+	$(PY) -m pytest
+
+demo: build
+	$(PY) -m tierd.cli demo
+
+sanitizers: .venv/.ready
+	tools/sanitizers.sh
+
+bench: build
+	$(PY) -m bench.first_light
+bench-report: build
+	$(PY) -m bench.report
+
+clean:
+	rm -rf build .venv/.built .pytest_cache .mypy_cache .ruff_cache
