@@ -5,4 +5,7 @@
 
 namespace tierd {
 void bind_protocol(nanobind::module_& m);
+void bind_pump(nanobind::module_& m);
+void bind_channel(nanobind::module_& m);
+void bind_twin(nanobind::module_& m);
 }  // namespace tierd

@@ -1,0 +1,5 @@
+#include "bind.h"
+
+namespace tierd {
+void bind_twin(nanobind::module_&) {}
+}  // namespace tierd
