@@ -24,7 +24,7 @@ TAKEOVERS = 1
 DAEMON, GUARDIAN = 0, 1
 
 
-class Violation(Exception):
+class UnsafeError(Exception):
     """A fill saw what it must never see."""
 
 
@@ -94,7 +94,7 @@ class Model:
             elif s.done[1] >= wanted and s.status[1][slot] == wanted:
                 arena = 1
             else:
-                raise Violation(f"request {wanted} is done but no status word names it")
+                raise UnsafeError(f"request {wanted} is done but no status word names it")
             if self.mutant == "retire before fill":
                 yield replace(s, picked=arena, retired=wanted)
             else:
@@ -102,7 +102,7 @@ class Model:
         if s.picked != -1:
             filling = s.retired if self.mutant == "retire before fill" else wanted
             if s.arena[s.picked][filling % DEPTH] != filling:
-                raise Violation(f"fill of {filling} saw {s.arena[s.picked][filling % DEPTH]}")
+                raise UnsafeError(f"fill of {filling} saw {s.arena[s.picked][filling % DEPTH]}")
             yield replace(s, picked=-1, retired=filling)
 
     # --- what both servers do -------------------------------------------------------------------
@@ -281,7 +281,7 @@ def test_every_interleaving_is_safe_and_none_is_stuck() -> None:
     ],
 )
 def test_each_broken_rule_is_caught(mutant: str) -> None:
-    with pytest.raises(Violation):
+    with pytest.raises(UnsafeError):
         explore(Model(mutant))
 
 
