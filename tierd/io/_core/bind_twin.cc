@@ -55,6 +55,7 @@ void check_out(const AnyArray& out, const ReadOnlyArray& ids, const RowDecoder& 
         throw std::invalid_argument("out must have the shape of ids and a last dimension of " +
                                     std::to_string(decoder.dim()));
     std::int64_t stride = 1;
+    if (out.size() == 0) return;  // strides of an empty array mean nothing
     for (std::size_t d = out.ndim(); d-- > 0; stride *= static_cast<std::int64_t>(out.shape(d)))
         if (out.shape(d) > 1 && out.stride(d) != stride)
             throw std::invalid_argument("out must be contiguous");
