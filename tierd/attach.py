@@ -24,7 +24,7 @@ from pydantic import BaseModel, Field, ValidationError
 from tierd import __version__, claims
 from tierd.errors import AttachError, TierdError
 from tierd.io import wire
-from tierd.plane import image_map, stores_of
+from tierd.plane import by_store, image_map
 from tierd.rings import ChannelView
 
 if TYPE_CHECKING:
@@ -298,18 +298,19 @@ class _Session:
     ) -> tuple[dict[str, Any], list[int]]:
         server = self._server
         text = json.dumps(image_map(wanted)).encode()
-        stores = stores_of(wanted)
+        stores = by_store(wanted)
         answer = {
             "ok": True,
             "client": client.client_id,
-            "devices": [{"uuid": str(s.uuid), "path": str(s.device.path)} for s in stores],
+            "devices": [{"uuid": store.uuid, "path": store.device.path} for store, _ in stores],
             "map_bytes": len(text),
         }
         fds: list[int] = []
         try:
             fds.append(os.dup(server.plane.pumps[client.attached.pump].wake_fd))
             fds.append(_memory_file("tierd-map", text))
-            fds.extend(store.device.readonly_fd() for store in stores)
+            # Each carries leases: while this client lives, its images' extents are not reused.
+            fds.extend(store.reader_fd(images) for store, images in stores)
         except BaseException:
             wire.close_all(fds)
             raise

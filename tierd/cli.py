@@ -4,6 +4,9 @@ Everything beyond the standard library and click is imported where it is used, s
 small commands answer at once. An error meant for the user is one line and an exit code.
 """
 
+# Imports stand in the commands for the reason above; click passes every option by position.
+# ruff: noqa: PLC0415, PLR0917
+
 from __future__ import annotations
 
 import json
@@ -15,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tierd import __version__
-from tierd.errors import DeviceError, TierdError
+from tierd.errors import TierdError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,7 +33,7 @@ class _Failure(click.ClickException):
 
     def __init__(self, error: TierdError) -> None:
         super().__init__(str(error))
-        self.exit_code = error.exit_code
+        self.__dict__["exit_code"] = error.exit_code  # click declares it for the class
 
     def show(self, file: Any = None) -> None:
         del file
@@ -47,12 +50,10 @@ class _Group(click.Group):
             raise _Failure(error) from None
 
 
-class _Size(click.ParamType):
+class _Size(click.ParamType[int]):
     name = "size"
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
         match = re.fullmatch(r"(\d+)\s*([KMGT]?)(iB|B)?", value.strip(), re.IGNORECASE)
@@ -95,7 +96,7 @@ def cli() -> None:
       tierd stage CHECKPOINT --device /srv/tierd.img
       tierd serve --device /srv/tierd.img
       tierd run -- python script.py
-    """
+    """  # noqa: D301 - click wants the backspace itself
 
 
 @cli.command("format")
@@ -114,8 +115,8 @@ def format_(device: str, size: int | None, force: str | None, as_json: bool) -> 
     store = Store.format(device, size=size, force=force)
     try:
         result = {
-            "device": str(store.device.path),
-            "uuid": str(store.uuid),
+            "device": store.device.path,
+            "uuid": store.uuid,
             "size_bytes": store.device.size,
             "direct": store.device.direct,
             "direct_reason": store.device.direct_reason,
@@ -125,7 +126,7 @@ def format_(device: str, size: int | None, force: str | None, as_json: bool) -> 
     if as_json:
         _print_json(result)
         return
-    click.echo(f"{result['device']}: ready, {_bytes(result['size_bytes'])}, uuid {result['uuid']}")
+    click.echo(f"{result['device']}: ready, {result['size_bytes']:,} bytes, uuid {result['uuid']}")
     if not result["direct"]:
         click.echo(f"note: reads go through the page cache: {result['direct_reason']}")
 
@@ -152,14 +153,16 @@ def stage(
     from tierd.tools import offline
 
     results = offline.stage(
-        checkpoint, device, model=model, tensors=tensors, tables=tables, quiet=as_json
+        checkpoint, device, model=model, tensors=tensors, tables_wanted=tables, quiet=as_json
     )
     if as_json:
         _print_json({"images": results})
         return
     for result in results:
-        what = "is there already" if not result["written_bytes"] else (
-            f"staged, {_bytes(result['written_bytes'])} in {result['seconds']:.1f} s"
+        what = (
+            "is there already"
+            if not result["written_bytes"]
+            else (f"staged, {result['written_bytes']:,} bytes in {result['seconds']:.1f} s")
         )
         click.echo(f"{result['name']}: {result['rows']:,} rows, {what}")
 
@@ -167,13 +170,17 @@ def stage(
 @cli.command()
 @click.argument("images", nargs=-1, metavar="[IMAGE]...")
 @_device_option(required=True)
-@click.option("--full", is_flag=True, help="Every page's CRC, every tag, and the digest of all rows.")
+@click.option(
+    "--full", is_flag=True, help="Every page's CRC, every tag, and the digest of all rows."
+)
 @click.option(
     "--checkpoint",
     type=click.Path(path_type=Path),
     help="Compare rows with this checkpoint's.",
 )
-@click.option("--sample", default=200, show_default=True, type=click.IntRange(1), help="Rows a table.")
+@click.option(
+    "--sample", default=200, show_default=True, type=click.IntRange(1), help="Rows a table."
+)
 @_json_option
 def verify(
     images: tuple[str, ...],
@@ -224,7 +231,9 @@ def images(
 
 @cli.command()
 @_config_option
-@click.option("--device", "devices", multiple=True, metavar="DEVICE", help="Serve this; repeatable.")
+@click.option(
+    "--device", "devices", multiple=True, metavar="DEVICE", help="Serve this; repeatable."
+)
 @click.option("--socket", "engine_socket", metavar="PATH", help="Where engines attach.")
 @click.option("--api-socket", metavar="PATH", help="Where REST is served.")
 @click.option("--dir", "directory", metavar="DIR", help="Keep sockets, locks and history here.")
@@ -334,7 +343,8 @@ def show_config(config_path: Path | None, origin: bool, as_json: bool) -> None:
         )
         return
     for key, value in values.items():
-        text = f"{key} = {json.dumps(value)}"
+        # Octal, as people write permissions and as TOML reads them.
+        text = f"{key} = {f'0o{value:o}' if key.endswith('_mode') else json.dumps(value)}"
         click.echo(f"{text:<56}  # {loaded.origins[key]}" if origin else text)
 
 
@@ -371,16 +381,6 @@ def _absolute(path: str | None) -> str | None:
 
 def _print_json(value: object) -> None:
     click.echo(json.dumps(value, indent=2, default=str))
-
-
-def _bytes(count: int) -> str:
-    """Write a number of bytes for people."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
 
 
 if __name__ == "__main__":

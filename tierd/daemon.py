@@ -160,8 +160,8 @@ class Daemon:
             device = store.device
             log.info(
                 "device",
-                path=str(device.path),
-                uuid=str(store.uuid),
+                path=device.path,
+                uuid=store.uuid,
                 direct=device.direct,
                 reason=device.direct_reason,
                 images=len(store.images),
@@ -182,7 +182,7 @@ class Daemon:
             engine_socket=str(paths.engine_socket),
             api_socket=str(paths.api_socket),
         )
-        devices = [str(store.device.path) for store in plane.stores]
+        devices = [store.device.path for store in plane.stores]
         boot_id = self.identity.boot_id
         self.catalog.record("started", boot_id, version=__version__, devices=devices)
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tierd.config import Settings
+    from tierd.io.store import StoredImage
     from tierd.types import Extent, ImageInfo
 
 # Until a probe has measured them, windows are taken to grow by this much a layer: only their
@@ -41,11 +42,20 @@ class ServedImage:
         clients: how many clients have attached it now.
     """
 
-    info: ImageInfo
+    stored: StoredImage
     store: Store
-    extents: list[Extent]
-    tables: list[int]
+    tables: list[int] = dataclasses.field(default_factory=list)
     clients: int = 0
+
+    @property
+    def info(self) -> ImageInfo:
+        """What the device's root says of it."""
+        return self.stored.info
+
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        """Where its pages lie on the device."""
+        return self.stored.extents
 
     @property
     def window_ns(self) -> int:
@@ -115,7 +125,7 @@ class DataPlane:
                     self.shadowed.append(f"{info.name} on {store.device.path}")
                     continue
                 names.add(info.name)
-                self.images[info.image_id] = ServedImage(info, store, list(stored.extents), [])
+                self.images[info.image_id] = ServedImage(stored, store)
 
     def _start_pump(self, number: int) -> None:
         wanted = self._settings.pump
@@ -237,7 +247,7 @@ def image_map(images: Sequence[ServedImage]) -> dict[str, Any]:
                 "rows": image.info.table.rows,
                 "devices": [
                     {
-                        "uuid": str(image.store.uuid),
+                        "uuid": image.store.uuid,
                         "extents": [[e.first_page, e.pages, e.device_page] for e in image.extents],
                     }
                 ],
@@ -247,12 +257,15 @@ def image_map(images: Sequence[ServedImage]) -> dict[str, Any]:
     }
 
 
-def stores_of(images: Sequence[ServedImage]) -> list[Store]:
-    """Return the stores that hold these images, each once, in order."""
-    return list({id(image.store): image.store for image in images}.values())
+def by_store(images: Sequence[ServedImage]) -> list[tuple[Store, list[StoredImage]]]:
+    """Return the stores that hold these images, each once, with the images on it."""
+    found: dict[str, tuple[Store, list[StoredImage]]] = {}
+    for image in images:
+        found.setdefault(image.store.uuid, (image.store, []))[1].append(image.stored)
+    return list(found.values())
 
 
-def _extent_array(extents: list[Extent], device: int) -> NDArray[np.uint64]:
+def _extent_array(extents: Sequence[Extent], device: int) -> NDArray[np.uint64]:
     ordered = sorted(extents, key=lambda extent: extent.first_page)
     rows = [(e.first_page, e.pages, device, e.device_page) for e in ordered]
     return np.array(rows, dtype=np.uint64).reshape(-1, 4)

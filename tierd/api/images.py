@@ -60,8 +60,8 @@ def _image(image: ServedImage) -> schemas.Image:
         digest_kind=info.digest_kind,
         tensors=list(table.tensors),
         staged_at=moment(info.staged_at),
-        device=str(image.store.device.path),
-        device_uuid=str(image.store.uuid),
+        device=image.store.device.path,
+        device_uuid=image.store.uuid,
         extents=len(image.extents),
         clients=image.clients,
     )

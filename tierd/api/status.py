@@ -57,8 +57,8 @@ def build(daemon: Daemon) -> schemas.Status:
 def _device(store: Store) -> schemas.Device:
     device = store.device
     return schemas.Device(
-        path=str(device.path),
-        uuid=str(store.uuid),
+        path=device.path,
+        uuid=store.uuid,
         size_bytes=device.size,
         free_bytes=store.free_pages * PAGE_BYTES,
         direct=device.direct,
