@@ -349,7 +349,13 @@ def show_config(config_path: Path | None, origin: bool, as_json: bool) -> None:
 
 
 @config_.command()
-@click.option("--format", "form", type=click.Choice(["toml", "markdown"]), default="toml")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["toml", "markdown"]),
+    default="toml",
+    help="A file to start from, or docs/config.md.",
+)
 def reference(form: str) -> None:
     """Print every key with its default and its meaning."""
     from tierd import reference as page

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from sqlite_utils import Database
 
 import tierd.catalog
 from tierd.catalog import QUEUE_MAX, Catalog
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from sqlite_utils import Database
 
 
 @pytest.fixture
@@ -53,9 +57,7 @@ def test_the_oldest_events_go_first(tmp_path: Path, make: Callable[..., Catalog]
     assert catalog.lost == 0
 
 
-def test_deleting_the_file_loses_history_only(
-    tmp_path: Path, make: Callable[..., Catalog]
-) -> None:
+def test_deleting_the_file_loses_history_only(tmp_path: Path, make: Callable[..., Catalog]) -> None:
     path = tmp_path / "catalog.db"
     catalog = make(path)
     catalog.record("started")

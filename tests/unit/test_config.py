@@ -1,4 +1,4 @@
-"""The settings tree: where values come from, what is refused and how, and that pages do not drift."""
+"""The settings tree: where values come from, what is refused and how, and its pages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def test_defaults_derive_paths_from_the_name() -> None:
 def test_stronger_origins_win_and_are_named(tmp_path: Path) -> None:
     path = write(tmp_path, "[pump]\nqueue_depth = 7\nspin_us = 8\n\n[io]\ncrc_sample = 9\n")
     environ = {"TIERD__PUMP__QUEUE_DEPTH": "11", "TIERD__PUMP__SPIN_US": "12", "UNRELATED": "x"}
-    loaded = config.load(path, environ=environ, overrides={"pump.queue_depth": 13, "pump.cpu": None})
+    loaded = config.load(
+        path, environ=environ, overrides={"pump.queue_depth": 13, "pump.cpu": None}
+    )
     settings, origins = loaded.settings, loaded.origins
     assert (settings.pump.queue_depth, origins["pump.queue_depth"]) == (13, "command line")
     assert settings.pump.spin_us == 12
