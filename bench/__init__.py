@@ -1,0 +1,1 @@
+"""Measures: each command here makes its numbers again from a clean checkout."""
