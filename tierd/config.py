@@ -411,6 +411,19 @@ def walk() -> Iterator[tuple[str, str, FieldInfo]]:
             yield section, key, inner
 
 
+def in_force(settings: Settings) -> dict[str, Any]:
+    """Return ``section.key`` -> JSON-ready value, placeholders in paths filled in."""
+    paths = settings.paths
+    filled = {
+        "daemon.state_dir": str(paths.state_dir),
+        "daemon.runtime_dir": str(paths.runtime_dir),
+        "engine.socket": str(paths.engine_socket),
+        "api.socket": str(paths.api_socket),
+    }
+    raw = settings.model_dump(mode="json")
+    return {f"{section}.{key}": raw[section][key] for section, key, _ in walk()} | filled
+
+
 def section_model(section: str) -> type[Section]:
     """Return the class of a section."""
     return cast("type[Section]", Settings.model_fields[section].annotation)
@@ -485,6 +498,8 @@ def _refuse_unknown(layer: Layer) -> None:
 def _unknown(layer: Layer, section: str, key: str | None, near: str | None) -> str:
     what = f"unknown key {section}.{key}" if key is not None else f"unknown section {section}"
     cure = f"; did you mean {near}?" if near else "; run: tierd config reference"
+    if key is None and layer.origin == "environment":
+        key = next(iter(layer.values[section]))  # a variable is found by its whole name
     return f"{layer.where(section, key)}: {what}{cure}"
 
 

@@ -7,7 +7,7 @@ always claim a slot of its own:
 - the ways are split evenly between the groups of a cache (tables of one group are read at the
   same point of a step, so they have one claim together), and a group's ways evenly between its
   tables; what does not divide goes to the first ones;
-- a cache serves at most 8 tables, so that each has at least 2 ways; more tables of one row size
+- a cache serves at most 8 tables, so that each has a way at the least; more tables of one row size
   (Gemma has 30 and more) get several caches, which divide the rows.
 
 Example: V4.1's layers.1.engram and layers.14.engram (264 B, two groups) have 16 ways each.
@@ -71,7 +71,7 @@ def _quotas(group_of: dict[int, str]) -> dict[int, int]:
     groups: dict[str, list[int]] = {}
     for index, group in group_of.items():
         groups.setdefault(group, []).append(index)
-    quotas = {}
+    quotas: dict[int, int] = {}
     for members, ways in zip(groups.values(), _shares(WAYS, len(groups)), strict=True):
         quotas.update(zip(members, _shares(ways, len(members)), strict=True))
     return dict(sorted(quotas.items()))
