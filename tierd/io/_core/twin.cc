@@ -99,6 +99,11 @@ void TwinTable::gather(const Ids& ids, void* out) {
     if (result != Fill::done) throw std::runtime_error(failure_);
 }
 
+void TwinTable::set_timeout(std::uint64_t timeout_ns) {
+    const std::lock_guard lock(mutex_);
+    options_.timeout_ns = timeout_ns;
+}
+
 void TwinTable::begin(const Ids& ids) {
     waited_ns_ = 0;
     copy_ids(ids);
