@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import random
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tierd.errors import DeviceError
+
+if TYPE_CHECKING:
+    import random
+
+    from numpy.typing import NDArray
 
 
 class MemoryDevice:

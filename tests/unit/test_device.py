@@ -9,8 +9,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -20,6 +20,9 @@ from tierd.io import device as device_module
 from tierd.io import linux
 from tierd.io.device import PAGE_BYTES, Device, aligned_buffer
 from tierd.io.store import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 MIB = 1 << 20
 HOLD = """
@@ -61,7 +64,7 @@ def holder(path: str, script: str = HOLD) -> Iterator[int]:
             process.stdin.close()
 
 
-# --- opening -----------------------------------------------------------------------------------------
+# --- opening --------------------------------------------------------------------------------------
 
 
 def test_a_file_is_a_device(path: str) -> None:
@@ -217,7 +220,7 @@ def test_blocks_larger_than_a_page_are_refused(path: str, monkeypatch) -> None:
         Device.open(path, write=True)
 
 
-# --- bytes -----------------------------------------------------------------------------------------
+# --- bytes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -313,7 +316,7 @@ def test_every_errno_becomes_one_line(path: str, monkeypatch, code: int, words: 
                 call()
 
 
-# --- readers ---------------------------------------------------------------------------------------
+# --- readers --------------------------------------------------------------------------------------
 
 
 def test_a_readers_descriptor_is_separate_and_read_only(path: str) -> None:

@@ -230,7 +230,7 @@ def test_a_second_writer_is_told_who_has_it(path: str) -> None:
         Device.open(path, write=True, retry_s=0)
 
 
-# --- what a root and a table are worth ---------------------------------------------------------------
+# --- what a root and a table are worth ------------------------------------------------------------
 
 
 def damaged(medium: bytes, offset: int, mask: int = 1) -> bytearray:
@@ -344,7 +344,7 @@ def test_a_table_that_makes_no_sense_is_not_believed(two_states) -> None:
         assert "makes no sense" in store.note
 
 
-# --- cuts --------------------------------------------------------------------------------------------
+# --- cuts -----------------------------------------------------------------------------------------
 
 
 def test_a_cut_anywhere_leaves_the_state_before_or_after() -> None:
@@ -584,7 +584,7 @@ def test_a_reader_keeps_no_daemon_out_and_cannot_write(path: str) -> None:
     os.close(fd)
 
 
-# --- any sequence of operations ----------------------------------------------------------------------
+# --- any sequence of operations -------------------------------------------------------------------
 
 
 class StoreMachine(RuleBasedStateMachine):
