@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import random
 import shutil
@@ -308,6 +309,25 @@ def test_a_newer_format_is_refused_whole(two_states) -> None:
     copy[place + PAGE_BYTES - 4 : place + PAGE_BYTES] = struct.pack("<I", superblock.crc(body))
     with pytest.raises(DeviceVersionError, match="format 2, this tierd knows up to 1"):
         reopened(copy)
+
+
+def test_a_roots_bytes_are_those_of_the_format_page(two_states) -> None:
+    medium, _, _, root = two_states
+    place = ROOT_OFFSETS[root.slot]
+    raw = medium[place : place + PAGE_BYTES]
+    words = struct.unpack_from("<8sIIQ16sQQQQQI", raw)
+    assert words[:4] == (b"TIERDVOL", 1, 512, root.sequence)
+    assert words[4:7] == (root.uuid.bytes, place, 8 * MIB)
+    assert words[7:] == (root.table_offset, root.table_bytes, 512 << 10, root.table_crc)
+    assert raw[84:4084] == bytes(4000)
+    assert raw[4084:4092] == b"TIERDVOL"
+    assert ROOT_OFFSETS == (0, 65536)
+    table = json.loads(medium[root.table_offset : root.table_offset + root.table_bytes])
+    assert list(table) == [
+        "format", "uuid", "sequence", "images", "parts", "placements", "identities",
+    ]  # fmt: skip
+    assert list(table["images"][0]) == ["info", "state", "devices", "extents"]
+    assert table["images"][0]["extents"] == [[0, 600, 512]]
 
 
 def test_a_root_at_the_other_roots_place_is_not_believed(two_states) -> None:
