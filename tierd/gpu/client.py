@@ -239,7 +239,7 @@ class TableClient:
             yield
         except RuntimeError as error:
             cure = f"run: tierd verify --device {self._device} {self.info.name}"
-            if "no answer" in str(error):
+            if "timeout" in str(error):
                 cure = "run: tierd status"
             raise RowError(f"{self.info.name}: {error}; {cure}") from None
 
