@@ -164,6 +164,7 @@ class Client:
         for table in self._tables.values():
             table.close()
         self._link.detach()
+        self._channel = None  # its memory goes now, not when this object does
 
     def __enter__(self) -> Self:
         return self
