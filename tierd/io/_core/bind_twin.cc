@@ -55,6 +55,7 @@ void check_out(const AnyArray& out, const ReadOnlyArray& ids, const RowDecoder& 
         throw std::invalid_argument("out must have the shape of ids and a last dimension of " +
                                     std::to_string(decoder.dim()));
     std::int64_t stride = 1;
+    if (out.size() == 0) return;  // strides of an empty array mean nothing
     for (std::size_t d = out.ndim(); d-- > 0; stride *= static_cast<std::int64_t>(out.shape(d)))
         if (out.shape(d) > 1 && out.stride(d) != stride)
             throw std::invalid_argument("out must be contiguous");
@@ -98,8 +99,8 @@ nb::dict stats_of(const TwinTable& table) {
 // The result is an array of the rows' leading dimensions and `dim` values.
 nb::ndarray<nb::numpy> decode_rows(
     const nb::ndarray<const std::uint8_t, nb::c_contig, nb::device::cpu>& rows, std::uint32_t dim,
-    const std::string& row_format, bool canonical_zero) {
-    const RowDecoder decoder(parse_row_format(row_format), dim, canonical_zero);
+    const std::string& row_format, bool canonical_zero, bool portable) {
+    const RowDecoder decoder(parse_row_format(row_format), dim, canonical_zero, portable);
     if (rows.ndim() == 0 || rows.shape(rows.ndim() - 1) != decoder.row_bytes())
         throw std::invalid_argument("rows must have a last dimension of " +
                                     std::to_string(decoder.row_bytes()) + " bytes");
@@ -125,9 +126,10 @@ nb::ndarray<nb::numpy> decode_rows(
 
 void bind_twin(nb::module_& m) {
     m.def("decode_rows", &decode_rows, "rows"_a, "dim"_a, "row_format"_a, nb::kw_only(),
-          "canonical_zero"_a = false,
+          "canonical_zero"_a = false, "portable"_a = false,
           "Rows as stored (uint8 [..., row_bytes]) to bf16 bits (uint16 [..., dim]), exactly as the\n"
-          "engine's kernel does; raw rows are copied (uint8). `canonical_zero` turns -0 into +0.");
+          "engine's kernel does; raw rows are copied (uint8). `canonical_zero` turns -0 into +0;\n"
+          "`portable` keeps to the baseline instruction set.");
     nb::class_<RowCache>(m, "RowCache",
                          "A pool of row slots, 32 ways in each of `sets` sets, shared by tables of\n"
                          "one row size. `first_stamp` lets tests start near a stamp's end.")

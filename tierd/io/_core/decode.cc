@@ -121,14 +121,13 @@ void scaled_base(const RowDecoder& d, const std::uint8_t* row, void* out) {
 void payload_base(const RowDecoder& d, const std::uint8_t* row, void* out) {
     plain_body(row, d.dim(), kUnitScale, d.zero_sign(), static_cast<std::uint16_t*>(out));
 }
-#if TIERD_X86
+// (TIERD_AVX2 says nothing elsewhere, and cpu().avx2 is false there.)
 TIERD_AVX2 void scaled_avx2(const RowDecoder& d, const std::uint8_t* row, void* out) {
     scaled_body(d, row, out);
 }
 TIERD_AVX2 void payload_avx2(const RowDecoder& d, const std::uint8_t* row, void* out) {
     plain_body(row, d.dim(), kUnitScale, d.zero_sign(), static_cast<std::uint16_t*>(out));
 }
-#endif
 
 void copy_row(const RowDecoder& d, const std::uint8_t* row, void* out) {
     std::memcpy(out, row, d.row_bytes());
@@ -152,7 +151,7 @@ RowFormat parse_row_format(const std::string& name) {
                                 "'");
 }
 
-RowDecoder::RowDecoder(RowFormat format, std::uint32_t dim, bool canonical_zero)
+RowDecoder::RowDecoder(RowFormat format, std::uint32_t dim, bool canonical_zero, bool portable)
     : format_(format),
       dim_(dim),
       element_bytes_(format == RowFormat::raw ? 1 : 2),
@@ -160,21 +159,18 @@ RowDecoder::RowDecoder(RowFormat format, std::uint32_t dim, bool canonical_zero)
     if (dim == 0 || dim > kRowBytesMax)
         throw std::invalid_argument("dim must be between 1 and " + std::to_string(kRowBytesMax) +
                                     ", got " + std::to_string(dim));
-    bool avx2 = false;
-#if TIERD_X86
-    avx2 = cpu().avx2;
-#endif
+    const bool avx2 = cpu().avx2 && !portable;
     switch (format) {
         case RowFormat::e4m3_e8m0:
             if (dim % kBlock != 0)
                 throw std::invalid_argument("dim of e4m3_e8m0 rows must be a multiple of 32, got " +
                                             std::to_string(dim));
             row_bytes_ = dim + dim / kBlock;
-            decode_ = scaled_base;
+            decode_ = avx2 ? scaled_avx2 : scaled_base;
             break;
         case RowFormat::e4m3:
             row_bytes_ = dim;
-            decode_ = payload_base;
+            decode_ = avx2 ? payload_avx2 : payload_base;
             break;
         case RowFormat::bf16:
             row_bytes_ = 2 * dim;
@@ -185,10 +181,6 @@ RowDecoder::RowDecoder(RowFormat format, std::uint32_t dim, bool canonical_zero)
             decode_ = copy_row;
             break;
     }
-#if TIERD_X86
-    if (avx2 && format == RowFormat::e4m3_e8m0) decode_ = scaled_avx2;
-    if (avx2 && format == RowFormat::e4m3) decode_ = payload_avx2;
-#endif
     if (row_bytes_ > kRowBytesMax)
         throw std::invalid_argument("a row of " + std::to_string(row_bytes_) +
                                     " bytes does not fit a page");

@@ -23,8 +23,9 @@ RowFormat parse_row_format(const std::string& name);  // std::invalid_argument
 class RowDecoder {
   public:
     // `canonical_zero` turns -0 into +0, as the all-reduce of a sharded engine does; raw rows are
-    // never changed. std::invalid_argument for a dim that the format does not have.
-    RowDecoder(RowFormat format, std::uint32_t dim, bool canonical_zero);
+    // never changed. `portable` keeps to the baseline instruction set; tests compare the two.
+    // std::invalid_argument for a dim that the format does not have.
+    RowDecoder(RowFormat format, std::uint32_t dim, bool canonical_zero, bool portable = false);
 
     std::uint32_t row_bytes() const { return row_bytes_; }        // of a row as stored
     std::uint32_t element_bytes() const { return element_bytes_; }  // of one value of the output
