@@ -164,10 +164,10 @@ class IoSection(Section):
 
     crc_sample: int = Field(
         16,
-        ge=1,
+        ge=0,
         le=1_000_000,
-        description="The CRC of one page in so many is checked on the hot path. Identity, "
-        "generation and page number are checked on every page, the row's tag on every row.",
+        description="The CRC of one page in so many is checked on the hot path, 0: none. "
+        "Identity, generation and page number are checked on every page, the row's tag on every row.",
     )
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from tierd.attach import AttachedClient
     from tierd.config import Settings
 
 log = structlog.get_logger("tierd.daemon")
@@ -84,7 +85,7 @@ class Daemon:
         self.settings = settings
         self.identity = Identity(uuid.uuid4().hex, time.time(), time.monotonic())
         self._make_api = make_api
-        self._failed_seen: dict[str, int] = {}
+        self._failed_seen: dict[tuple[int, int, int, str], int] = {}
 
     async def run(self, on_ready: Callable[[], None] | None = None) -> None:
         """Start, serve until SIGTERM or SIGINT, stop.
@@ -195,7 +196,7 @@ class Daemon:
         degraded = ""
         while True:
             await asyncio.sleep(WATCH_S)
-            self._look_for_failures()
+            await self._look_for_failures()
             if self.catalog.degraded != degraded:
                 degraded = self.catalog.degraded
                 if degraded:
@@ -203,19 +204,38 @@ class Daemon:
                 else:
                     log.info("history is being kept again", lost=self.catalog.lost)
 
-    def _look_for_failures(self) -> None:
-        clients = self.attach.clients
-        for client_id, client in clients.items():
-            rings = range(len(client.view.rings))
-            failed = sum(client.view.stats(ring)["failed"] for ring in rings)
-            before = self._failed_seen.get(client_id, 0)
-            if failed > before:
-                details = {"pid": client.pid, "engine": client.engine, "requests": failed - before}
-                log.error("requests failed", client=client_id, **details)
-                self.catalog.record("failed", client_id, **details)
-            self._failed_seen[client_id] = failed
-        for client_id in self._failed_seen.keys() - clients.keys():
-            del self._failed_seen[client_id]
+    async def _look_for_failures(self) -> None:
+        """Record requests that the pumps answered with a failure since the last look."""
+        stats = await asyncio.to_thread(self.plane.stats)
+        clients = {
+            (client.attached.pump, client.attached.channel): client
+            for client in self.attach.clients.values()
+        }
+        seen: dict[tuple[int, int, int, str], int] = {}
+        for number, pump in enumerate(stats):
+            for ring in pump["rings"]:
+                client = clients.get((number, ring["channel"]))
+                for status, count in ring["failed"].items():
+                    key = (number, ring["channel"], ring["ring"], status)
+                    seen[key] = count
+                    new = count - self._failed_seen.get(key, 0)
+                    if client is not None and new and status != "cancelled":
+                        self._record_failure(client, ring["ring"], status, new)
+        self._failed_seen = seen
+
+    def _record_failure(self, client: AttachedClient, ring: int, status: str, count: int) -> None:
+        image = client.attached.images[ring]
+        log.error(
+            "requests failed",
+            image=image.info.name,
+            device=image.store.device.path,
+            status=status,
+            requests=count,
+            pid=client.pid,
+            engine=client.engine,
+        )
+        details = {"status": status, "requests": count, "client": client.client_id}
+        self.catalog.record("failed", image.info.name, **details)
 
 
 def serve(settings: Settings, make_api: Callable[[Daemon], Api]) -> None:

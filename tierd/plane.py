@@ -215,12 +215,12 @@ class DataPlane:
 
     def is_beating(self) -> bool:
         """Wake every pump and tell whether its loop counter moves within half a second."""
-        before = [pump.stats()["beat"] for pump in self.pumps]
+        before = [pump.stats()["beats"] for pump in self.pumps]
         for pump in self.pumps:
             os.eventfd_write(pump.wake_fd, 1)
         deadline = time.monotonic() + BEAT_WAIT_S
         for pump, beat in zip(self.pumps, before, strict=True):
-            while pump.stats()["beat"] == beat:
+            while pump.stats()["beats"] == beat:
                 if time.monotonic() > deadline:
                     return False
                 time.sleep(0.001)

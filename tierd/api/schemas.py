@@ -20,11 +20,23 @@ class Device(BaseModel):
 
 
 class Pump(BaseModel):
-    """A native thread that serves rings."""
+    """A native thread that serves rings; counters since the daemon's start."""
 
     transport: str
     transport_reason: str  # why not io_uring, or not all of it; "" when there is nothing to say
-    counters: dict[str, int | float]
+    requests: int  # answered
+    pages: int  # of requests answered ok
+    failed: dict[str, int]  # requests, by status
+    reads: int
+    retries: int
+    crc_checked: int
+    in_flight: int
+    in_flight_max: int
+    parks: int
+    wakes: int
+    beats: int  # loops
+    cpu_user_ns: int
+    cpu_system_ns: int
 
 
 class History(BaseModel):

@@ -29,7 +29,6 @@ async def get_status(request: web.Request) -> web.Response:
 def build(daemon: Daemon) -> schemas.Status:
     """Return the daemon's state."""
     plane, clients = daemon.plane, daemon.attach.clients.values()
-    counters = plane.stats()
     return schemas.Status(
         name=daemon.settings.daemon.name,
         version=__version__,
@@ -38,12 +37,7 @@ def build(daemon: Daemon) -> schemas.Status:
         started_at=moment(daemon.identity.started),
         uptime_s=round(daemon.identity.uptime_s, 3),
         devices=[_device(store) for store in plane.stores],
-        pumps=[
-            schemas.Pump(
-                transport=pump.transport, transport_reason=pump.transport_reason, counters=counts
-            )
-            for pump, counts in zip(plane.pumps, counters, strict=True)
-        ],
+        pumps=[schemas.Pump.model_validate(pump) for pump in plane.stats()],
         images=len(plane.images),
         shadowed_images=plane.shadowed,
         clients=len(clients),

@@ -20,17 +20,13 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-
 from tierd.errors import AttachError, RowError
 from tierd.gpu import caches
 from tierd.io import _core, wire
 from tierd.types import ImageInfo, RowFormat
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
+    from collections.abc import Iterator, Sequence
 
 DEFAULT_SOCKET = "/run/tierd/engine.sock"
 IMAGES_MAX = 64  # one ring each; a table number has 6 bits
@@ -199,37 +195,29 @@ class TableClient:
         """Start reading the rows that are not cached.
 
         Args:
-            ids: int64 row numbers of any shape; numpy or a CPU torch tensor.
+            ids: int64 or int32 row numbers of any shape; numpy or a CPU torch tensor.
 
         Raises:
-            IndexError: an id is outside the table.
+            IndexError: an id is outside the table; nothing has changed then.
+            RowError: an earlier request that was in the way failed.
         """
-        self._open().kick(_ids(ids))
+        with self._explained():
+            self._open().kick(_plain(ids))
 
     def gather(self, ids: Any, out: Any) -> None:
         """Wait for the rows and write them to ``out``.
 
         Args:
-            ids: int64 row numbers of any shape, usually those that were kicked.
-            out: numpy or CPU torch; bf16 (or u16 bits) [*ids.shape, dim], and for raw tables
-                u8 [*ids.shape, row_bytes].
+            ids: int64 or int32 row numbers of any shape, usually those that were kicked.
+            out: numpy or CPU torch, contiguous; bf16 (or 16-bit integers) [*ids.shape, dim], and
+                for raw tables u8 [*ids.shape, row_bytes].
 
         Raises:
             IndexError: an id is outside the table.
             RowError: a row could not be read, or is not what was staged. ``out`` is undefined.
         """
-        twin = self._open()
-        rows, target = _ids(ids), _bits(out)
-        try:
-            twin.gather(rows, target)
-        except TimeoutError as error:
-            name = self.info.name
-            raise RowError(
-                f"{name}: no answer from the daemon: {error}; run: tierd status"
-            ) from None
-        except RuntimeError as error:
-            cure = f"; run: tierd verify --device {self._device} {self.info.name}"
-            raise RowError(f"{self.info.name}: {error}{cure}") from None
+        with self._explained():
+            self._open().gather(_plain(ids), _plain(out))
 
     def set_quota(self, ways: int) -> None:
         """Change how many ways of each set this table may hold; nothing is flushed."""
@@ -243,6 +231,17 @@ class TableClient:
     def close(self) -> None:
         """Refuse further use; :meth:`Client.close` calls this."""
         self._twin = None
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn the core's failures into an error that says which image, and what to run."""
+        try:
+            yield
+        except RuntimeError as error:
+            cure = f"run: tierd verify --device {self._device} {self.info.name}"
+            if "no answer" in str(error):
+                cure = "run: tierd status"
+            raise RowError(f"{self.info.name}: {error}; {cure}") from None
 
     def _open(self) -> Any:
         if self._twin is None:
@@ -471,37 +470,10 @@ def _read_fd(fd: int, size: int) -> bytes:
     return data
 
 
-def _ids(ids: Any) -> NDArray[np.int64]:
-    """View row numbers as an int64 array, without a copy where they are one already."""
-    array = ids if isinstance(ids, np.ndarray) else np.from_dlpack(ids)
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"row numbers must be integers, not {array.dtype}")
-    return array.astype(np.int64, copy=False)
+def _plain(tensor: Any) -> Any:
+    """Return what the core can map: a torch tensor without its gradient, anything else as it is.
 
-
-def _bits(out: Any) -> NDArray[Any]:
-    """View an output as u16 or u8, without a copy: rows must land in the caller's memory.
-
-    numpy knows no bf16, so a torch tensor is first viewed as 16-bit integers; torch need not be
-    imported for that, since the tensor's own module has it.
+    The core takes numpy arrays and CPU tensors of any library that speaks DLPack; torch is not
+    imported for that.
     """
-    if isinstance(out, np.ndarray):
-        array = out
-    elif out.device.type != "cpu":
-        raise TypeError(f"out lies on {out.device}; only CPU tensors can be gathered into")
-    else:
-        array = np.asarray(_torch_bits(out))
-    if array.dtype.kind == "V" or array.dtype == np.int16:  # ml_dtypes' bfloat16, or plain bits
-        array = array.view(np.uint16)
-    if array.dtype not in (np.dtype(np.uint8), np.dtype(np.uint16)):
-        raise TypeError(f"out must be bf16 (or its 16-bit patterns) or u8, not {array.dtype}")
-    return array
-
-
-def _torch_bits(out: Any) -> Any:
-    plain = out.detach()
-    if str(plain.dtype) == "torch.bfloat16":
-        import torch  # noqa: PLC0415 - a torch tensor is here, so this only looks it up
-
-        plain = plain.view(torch.int16)
-    return plain.numpy()
+    return tensor.detach() if getattr(tensor, "requires_grad", False) else tensor
