@@ -110,19 +110,9 @@ def cli() -> None:
 @_json_option
 def format_(device: str, size: int | None, force: str | None, as_json: bool) -> None:
     """Make DEVICE (a block device or a file) ready for images."""
-    from tierd.io.store import Store
+    from tierd.tools import offline
 
-    store = Store.format(device, size=size, force=force)
-    try:
-        result = {
-            "device": store.device.path,
-            "uuid": store.uuid,
-            "size_bytes": store.device.size,
-            "direct": store.device.direct,
-            "direct_reason": store.device.direct_reason,
-        }
-    finally:
-        store.close()
+    result = offline.format_device(device, size=size, force=force)
     if as_json:
         _print_json(result)
         return
@@ -197,10 +187,15 @@ def verify(
         device, images, full=full, checkpoint=checkpoint, sample=sample, quiet=as_json
     )
     if as_json:
-        _print_json({"images": reports})
-        return
+        _print_json({"images": [report.to_json() for report in reports]})
+    else:
+        for report in reports:
+            rows = f", {report.rows_compared:,} rows compared" if checkpoint else ""
+            digest = ", digest of all rows right" if report.digest_ok else ""
+            found = f"{report.pages_checked:,} pages checked{rows}{digest}" if report.ok else "BAD"
+            click.echo(f"{report.image}: {found}")
     for report in reports:
-        click.echo(f"{report['name']}: {report['summary']}")
+        report.require_ok(device)
 
 
 @cli.command()

@@ -167,7 +167,7 @@ class IoSection(Section):
         ge=0,
         le=1_000_000,
         description="The CRC of one page in so many is checked on the hot path, 0: none. "
-        "Identity, generation and page number are checked on every page, the row's tag on every row.",
+        "Identity, generation and page number are checked on every page, tags on every row.",
     )
 
 

@@ -164,6 +164,7 @@ class Client:
         for table in self._tables.values():
             table.close()
         self._link.detach()
+        self._channel = None  # its memory goes now, not when this object does
 
     def __enter__(self) -> Self:
         return self
@@ -239,7 +240,7 @@ class TableClient:
             yield
         except RuntimeError as error:
             cure = f"run: tierd verify --device {self._device} {self.info.name}"
-            if "no answer" in str(error):
+            if "timeout" in str(error):
                 cure = "run: tierd status"
             raise RowError(f"{self.info.name}: {error}; {cure}") from None
 
