@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tierd import __version__
-from tierd.errors import TierdError
+from tierd.errors import ConfigError, TierdError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
