@@ -1,4 +1,4 @@
-"""Real daemons for tests: ``tierd serve`` as a process, ready when it says so to systemd's socket."""
+"""Real daemons for tests: ``tierd serve`` as a process, ready when it tells systemd so."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from click.testing import CliRunner, Result
 
 from tests import checkpoints
@@ -82,9 +83,7 @@ def serve_command(node: Node, *options: object) -> list[str]:
 class Daemon:
     """A running ``tierd serve``."""
 
-    def __init__(
-        self, node: Node, *options: object, environ: dict[str, str] | None = None
-    ) -> None:
+    def __init__(self, node: Node, *options: object, environ: dict[str, str] | None = None) -> None:
         self.node = node
         address = node.directory / "notify.sock"
         address.unlink(missing_ok=True)
@@ -162,9 +161,7 @@ def refused_start(node: Node, **overrides: Any) -> str:
         "devices.paths": [str(node.device)],
         **overrides,
     }
-    try:
+    with pytest.raises(TierdError) as caught:
         serve(config.load(config_path, overrides=given).settings, RestApi)
-    except TierdError as error:
-        assert "\n" not in str(error)
-        return str(error)
-    raise AssertionError("the daemon started")
+    assert "\n" not in str(caught.value)
+    return str(caught.value)

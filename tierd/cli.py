@@ -283,7 +283,8 @@ def status(api_socket: str | None, config_path: Path | None, as_json: bool) -> N
     show.status(state, clients)
 
 
-@cli.command(context_settings={"ignore_unknown_options": True})
+# Options after the command's name are the command's own.
+@cli.command(context_settings={"allow_interspersed_args": False})
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.option("--socket", "engine_socket", metavar="PATH", help="The daemon's engine socket.")
 @click.option("--model", help="Attach this model's images only.")

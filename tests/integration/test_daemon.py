@@ -368,6 +368,12 @@ def test_commands_that_ask_the_daemon(served: tuple[Node, Daemon]) -> None:
         assert state["totals"]["lookups"] == 2 * ROWS
         listed = json.loads(tierd("images", "--json", "--api-socket", node.api_socket).stdout)
         assert len(listed["images"]) == 2
+        on_device = json.loads(tierd("images", "--json", "--device", node.device).stdout)
+        without_clients = [
+            {key: value for key, value in image.items() if key != "clients"}
+            for image in listed["images"]
+        ]
+        assert on_device["images"] == without_clients
         done = tierd("status", "--api-socket", node.engine_socket, exit_code=1)
         assert done.stderr.startswith("tierd: ")
 
