@@ -18,8 +18,10 @@ namespace {
 // The value in double precision, where nothing here is ever rounded or subnormal.
 double value_of(unsigned payload, unsigned scale) {
     const unsigned e = payload >> 3 & 15, m = payload & 7;
-    const double magnitude = e == 0 ? std::ldexp(m, -9) : std::ldexp(8 + m, static_cast<int>(e) - 10);
-    return std::ldexp((payload & 0x80) != 0 ? -magnitude : magnitude, static_cast<int>(scale) - 127);
+    const int exponent = static_cast<int>(e);
+    const double magnitude = e == 0 ? std::ldexp(m, -9) : std::ldexp(8 + m, exponent - 10);
+    const double value = (payload & 0x80) != 0 ? -magnitude : magnitude;
+    return std::ldexp(value, static_cast<int>(scale) - 127);
 }
 
 std::uint16_t bf16_of(double value) {

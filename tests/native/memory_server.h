@@ -20,12 +20,12 @@
 namespace tierd {
 
 struct MemoryImage {
-    MemoryImage(std::uint64_t row_count, std::uint32_t row_bytes, ImageKey image_key, unsigned seed)
-        : key(image_key), geometry(make_geometry(row_bytes, row_count)), rows(row_count * row_bytes) {
+    MemoryImage(std::uint64_t count, std::uint32_t row_bytes, ImageKey image_key, unsigned seed)
+        : key(image_key), geometry(make_geometry(row_bytes, count)), rows(count * row_bytes) {
         std::mt19937 random(seed);
         for (auto& byte : rows) byte = static_cast<std::uint8_t>(random() % 255);
         pages.resize(geometry.pages * kPageBytes);
-        pack_pages(rows.data(), row_count, 0, geometry, key, pages.data());
+        pack_pages(rows.data(), count, 0, geometry, key, pages.data());
     }
     const std::uint8_t* row(std::uint64_t number) const {
         return rows.data() + number * geometry.row_bytes;

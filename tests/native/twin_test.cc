@@ -14,6 +14,7 @@ namespace {
 constexpr std::uint32_t kTables = 8;
 constexpr std::uint32_t kRows = 900;
 constexpr std::uint32_t kDim = 256;
+constexpr std::uint64_t kPatient = 100'000'000'000;
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 constexpr int kSteps = 300;
 #else
@@ -38,8 +39,8 @@ struct Node {
         for (std::uint32_t t = 0; t < kTables; ++t) {
             // Half of the rings start where sequences are about to wrap.
             if (t % 2 != 0) RingClient(channel, t, -1, 0, ~0u - 50);
-            const TwinOptions options{t,    images[t]->key, kRows, kDim, RowFormat::e4m3_e8m0, false,
-                                      4, 100'000'000'000, 20};
+            const TwinOptions options{t,     images[t]->key, kRows, kDim, RowFormat::e4m3_e8m0,
+                                      false, 4,              kPatient, 20};
             tables.push_back(std::make_unique<TwinTable>(cache, channel, t, -1, options));
             server.add(channel->ring(t), *images[t]);
         }
@@ -149,9 +150,11 @@ void eight_tables_with_faults() {
 
 using Place = RowCache::Lookup::Place;
 
-std::uint64_t claim(RowCache& cache, std::uint32_t table, std::uint64_t first, std::uint32_t count) {
+// Looks rows [first, first + count) up in one kick, and returns its number.
+std::uint64_t claim(RowCache& cache, std::uint32_t table, std::uint64_t first, int count) {
     const RowCache::Lookup lookup(cache, table);
-    for (std::uint32_t i = 0; i < count; ++i) CHECK(lookup.find_or_claim(first + i).slot != kNoSlot);
+    for (const std::uint64_t end = first + static_cast<std::uint64_t>(count); first != end; ++first)
+        CHECK(lookup.find_or_claim(first).slot != kNoSlot);
     return lookup.kick();
 }
 
