@@ -5,15 +5,20 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
-from collections.abc import Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from tests.unit.twin_rig import Rig
 from tierd.io import _core
 from tierd.io._core import protocol as p
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
 
 SECOND = 1_000_000_000
 
@@ -45,7 +50,7 @@ class Served:
         rig.pump.add_ring(self.number, 0, rig.images[0].served)
         self.file = np.frombuffer(os.pread(rig.fd, rig.images[0].pages * 4096, 0), np.uint8)
 
-    def __enter__(self) -> Served:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -102,7 +107,7 @@ def test_header_and_layout() -> None:
         ]
     spans.sort()
     assert spans[0][0] == p.HEADER_BYTES
-    for (start, size), (following, _) in zip(spans, spans[1:], strict=False):
+    for (start, size), (following, _) in pairwise(spans):
         assert start + size <= following
     assert sum(spans[-1]) == channel.bytes
 
