@@ -76,11 +76,14 @@ struct PumpStats {
     std::vector<DeviceReport> devices;
 };
 
+// Makes the reader instead of PumpOptions::transport: for transports of other kinds, and for faults.
+using ReaderFactory = std::function<std::unique_ptr<Reader>(const ReaderOptions&)>;
+
 // Every method may be called from any thread. std::invalid_argument for what the caller got wrong,
 // std::runtime_error for what the system refused or a pump that is stopped.
 class Pump {
   public:
-    explicit Pump(const PumpOptions& options);
+    explicit Pump(const PumpOptions& options, const ReaderFactory& factory = {});
     ~Pump();
     Pump(const Pump&) = delete;
     Pump& operator=(const Pump&) = delete;
@@ -127,7 +130,7 @@ class Pump {
     };
 
     // --- control path (pump_control.cc) ----------------------------------------------------------
-    void open_reader();
+    void open_reader(const ReaderFactory& factory);
     void check_running_or_fresh() const;
     void call(const Step& step);
     Progress join_ring(ServerRing& ring, std::uint32_t& registered);
