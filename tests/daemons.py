@@ -1,4 +1,4 @@
-"""Real daemons for tests: ``tierd serve`` as a process, ready when it says so to systemd's socket."""
+"""Real daemons for tests: ``tierd serve`` as a process, ready when it tells systemd so."""
 
 from __future__ import annotations
 
@@ -13,14 +13,22 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
+from click.testing import CliRunner, Result
+
 from tests import checkpoints
+from tierd import config
+from tierd.api.server import RestApi
+from tierd.cli import cli
+from tierd.daemon import serve
+from tierd.errors import TierdError
 from tierd.io.checkpoint import Checkpoint
 from tierd.io.staging import stage
 from tierd.io.store import Store
 from tierd.io.tables import find_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from tests.checkpoints import TinyCheckpoint
 
@@ -75,9 +83,7 @@ def serve_command(node: Node, *options: object) -> list[str]:
 class Daemon:
     """A running ``tierd serve``."""
 
-    def __init__(
-        self, node: Node, *options: object, environ: dict[str, str] | None = None
-    ) -> None:
+    def __init__(self, node: Node, *options: object, environ: dict[str, str] | None = None) -> None:
         self.node = node
         address = node.directory / "notify.sock"
         address.unlink(missing_ok=True)
@@ -137,9 +143,25 @@ def running(node: Node, *options: object) -> Iterator[Daemon]:
         daemon.close()
 
 
-def tierd(*words: object, check: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run a ``tierd`` command."""
-    command: Sequence[str] = [sys.executable, "-m", "tierd.cli", *map(str, words)]
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=check, timeout=60
-    )
+def tierd(*words: object, exit_code: int = 0) -> Result:
+    """Run a ``tierd`` command in this process (starting Python anew costs a second each)."""
+    result = CliRunner().invoke(cli, [str(word) for word in words])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == exit_code, result.output
+    return result
+
+
+def refused_start(node: Node, **overrides: Any) -> str:
+    """Start a daemon in this process that must refuse, and return its one line."""
+    config_path = overrides.pop("config_path", None)
+    given = {
+        "daemon.runtime_dir": str(node.directory),
+        "daemon.state_dir": str(node.directory),
+        "devices.paths": [str(node.device)],
+        **overrides,
+    }
+    with pytest.raises(TierdError) as caught:
+        serve(config.load(config_path, overrides=given).settings, RestApi)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)

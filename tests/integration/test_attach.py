@@ -169,6 +169,17 @@ def test_a_closed_client_says_so(daemon: Daemon, node: Node) -> None:
         client.images()
 
 
+def test_a_forked_child_does_not_detach_its_parent(daemon: Daemon, node: Node) -> None:
+    with attach(node, "v41") as client:
+        child = os.fork()
+        if child == 0:
+            client.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert client.client_id in {entry["client"] for entry in clients_of(node)}
+        assert_rows(node, client.table("layers.1.engram"), np.arange(100))
+
+
 # --- several at once, and their ends -------------------------------------------------------------
 
 
@@ -418,6 +429,8 @@ def test_what_cannot_be_attached(daemon: Daemon, node: Node) -> None:
         Client.attach(node.engine_socket, [], **options)
     with pytest.raises(AttachError, match="listed twice"):
         Client.attach(node.engine_socket, [images[0], images[0]], **options)
+    with pytest.raises(AttachError, match="rows_max must be"):
+        Client.attach(node.engine_socket, images, **options | {"rows_max": 0})
     with pytest.raises(AttachError, match="at most 64"):
         Client.attach(node.engine_socket, images * 33, **options)
 

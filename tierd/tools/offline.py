@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import difflib
 import sys
 from typing import TYPE_CHECKING, Any
@@ -108,21 +109,34 @@ def verify(
 
 
 def images(device: str) -> list[dict[str, Any]]:
-    """List a device's images as REST does, as far as a device knows."""
+    """List a device's images: what REST says of an image, except who has attached it."""
     with Store.open(device, write=False) as store:
         return [
             {
-                "name": image.info.name,
-                **image.info.to_json(),
-                "rows": image.info.table.rows,
-                "row_bytes": image.info.table.row_bytes,
-                "row_format": image.info.table.row_format.value,
+                "name": image.name,
+                "model": image.info.model,
+                "table": image.info.table.name,
+                "image_id": f"{image.info.image_id:016x}",
+                "generation": image.info.generation,
+                **_table_json(image.info.table),
+                "pages": image.info.pages,
                 "size_bytes": image.info.pages * PAGE_BYTES,
+                "fingerprint": image.info.fingerprint,
+                "digest": image.info.digest,
+                "digest_kind": image.info.digest_kind,
+                "staged_at": dt.datetime.fromtimestamp(image.info.staged_at, tz=dt.UTC).isoformat(),
                 "device": store.device.path,
                 "device_uuid": store.uuid,
+                "extents": len(image.extents),
             }
             for image in store.images
         ]
+
+
+def _table_json(table: TableSpec) -> dict[str, Any]:
+    names = ("kind", "layer", "group", "rows", "dim", "row_bytes", "row_format", "tensors")
+    whole = table.to_json()
+    return {name: whole[name] for name in names}
 
 
 def format_device(device: str, *, size: int | None, force: str | None) -> dict[str, Any]:
