@@ -31,11 +31,12 @@ from tierd.io import pipeline, walker
 from tierd.io.checkpoint import Checkpoint
 from tierd.io.device import PAGE_BYTES, Device
 from tierd.io.staging import stage
-from tierd.io.store import Store
+from tierd.io.store import Store, _write_empty
 from tierd.io.tables import find_tables
 
 if TYPE_CHECKING:
     from tests.checkpoints import TinyCheckpoint
+from tests.memory_device import MemoryDevice, after_power_cut
 
 MIB = 1 << 20
 ROOT = Path(__file__).resolve().parents[2]
@@ -456,6 +457,32 @@ def test_killed_before_any_write_or_flush_then_again(memory_path: Path) -> None:
         process.stdin.close()
     # Per table: an identity (table, root), two blocks, a commit (table, root); flushes likewise.
     assert set(generations) == {1, 2}, "an attempt that died has used its generation up"
+
+
+def test_a_power_cut_anywhere_leaves_each_image_absent_or_complete(tmp_path: Path) -> None:
+    device = MemoryDevice(bytes(12 * MIB))
+    _write_empty(device)
+    store = Store._open(device)
+    old = checkpoints.engram(tmp_path / "old", layers=(1,), rows=15 * 200, seed=1)
+    made = checkpoints.engram(tmp_path / "new", layers=(1, 14), rows=15 * 300, seed=2)
+    run(store, old, sample=0)
+    start = bytes(device.medium)
+    device.log.clear()
+    run(store, made, sample=0)
+    rng = random.Random(3)
+    seen = set()
+    for stop in range(len(device.log) + 1):
+        for _ in range(3):
+            found = Store._open(MemoryDevice(after_power_cut(start, device.log, stop, rng)))
+            for image in found.images:
+                assert walker.verify(found, image, full=True, sample=0).ok
+                rows = (made, old)[image.info.generation == 1 and image.info.table.layer == 1]
+                assert np.array_equal(
+                    stored_rows(found, image.name), rows.tables[image.info.table.name]
+                )
+            seen.add(tuple((image.name, image.info.generation) for image in found.images))
+    one, two = "m/layers.1.engram", "m/layers.14.engram"
+    assert seen == {((one, 1),), ((one, 2),), ((one, 2), (two, 1))}
 
 
 def test_killed_at_random_from_outside_then_again(memory_path: Path) -> None:

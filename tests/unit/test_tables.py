@@ -423,7 +423,7 @@ def test_a_reader_for_another_checkpoint_is_refused(tmp_path: Path) -> None:
     (spec,) = find(checkpoints.ple(tmp_path / "a"))
     checkpoints.ple(tmp_path / "b", rows=800)
     checkpoints.engram(tmp_path / "c")
-    for folder, words in [("b", "has 1002 rows, .* has 800"), ("c", "staged from another")]:
+    for folder, words in [("b", "has 1002 rows, .* has 800"), ("c", "is of another")]:
         with Checkpoint.open(tmp_path / folder) as other, pytest.raises(ImageError, match=words):
             RowReader(other, spec)
 
