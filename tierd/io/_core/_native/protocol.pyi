@@ -2,7 +2,6 @@
 
 import enum
 
-
 CHANNEL_MAGIC: int = 1313358676
 
 CHANNEL_ABI: int = 1
@@ -52,7 +51,6 @@ OFFSET_STATUS_G: int = 576
 OFFSET_TENURE: int = 640
 
 def descriptor_bytes(rows_max: int) -> int: ...
-
 def array_bytes(rows_max: int) -> int: ...
 
 class Status(enum.IntEnum):
