@@ -100,6 +100,10 @@ class Checkpoint:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        if hasattr(self, "_shards"):  # the last attribute that __init__ sets
+            self.close()
+
     def read(self, name: str, first_row: int, row_count: int) -> NDArray[np.uint8]:
         """Return rows of a tensor as uint8 [row_count, bytes per row].
 
