@@ -92,8 +92,9 @@ void TwinTable::gather(const Ids& ids, void* out) {
         look_up_and_publish();
     }
     const Fill result = drain();
-    // Whatever happened, nothing is left to fill, and the places are used once: their slots may
-    // go to others as soon as the stamp is retired.
+    // Whatever happened, nothing is left to fill. The places are used once, since their slots may
+    // go to others as soon as the stamp is retired; and not at all after a failure, since the
+    // lookup may have hit on claims of an earlier kick that are now taken back.
     kicked_ = false;
     if (result == Fill::done) decode(out);
     cache_->retire(options_.table, kick_);
@@ -300,7 +301,6 @@ TwinTable::Fill TwinTable::fill_next() {
         if (*status != Status::ok || !copy_rows(sequence, request)) {
             empty_words(request.misses.data(), request.misses.size());
             add_relaxed(client_.ring().stats->failed, 1);
-            kicked_ = false;  // a later lookup may have hit on what is now empty
             result = Fill::failed;
         }
     }
@@ -345,7 +345,6 @@ void TwinTable::abandon_outstanding() {
         request.abandoned = true;
         add_relaxed(client_.ring().stats->failed, 1);
     }
-    kicked_ = false;
 }
 
 void TwinTable::empty_words(const Miss* misses, std::size_t count) {
