@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from tierd.hook.settings import HookSettings
 
 SELF_TEST_ROWS = 16  # per table; reading them costs a few milliseconds
-_ROWS_MAX_TOTAL = 4096  # missing rows that one request of every table may list together
+# Missing rows that one request of each table may list, all tables together: 32 MiB of channel.
+_ROWS_MAX_TOTAL = 2048
 _ROWS_MAX_LEAST = 128
 
 
@@ -224,6 +225,7 @@ def _self_test(checkpoint: Checkpoint, spec: TableSpec, table: gpu_client.TableC
         [io_tables.RowReader(checkpoint, spec).read(int(row), 1) for row in ids]
     )
     served = np.empty((len(ids), spec.dim), dtype=np.uint16)
+    table.kick(ids)
     table.gather(ids, served)
     stored = _core.decode_rows(expected, spec.dim, spec.row_format.value)
     differs = (served != stored).any(axis=1)

@@ -62,7 +62,8 @@ class RowsInMemory:
         flat = ids.reshape(-1)
         values = self.weight.view(torch.uint8)[flat].view(torch.float8_e4m3fn).float()
         scales = self.scale.view(torch.uint8)[flat].view(torch.float8_e8m0fnu).float()
-        wide = values.unflatten(-1, (-1, SCALE_BLOCK)) * scales.unsqueeze(-1)
+        blocks = values.view(len(flat), -1, SCALE_BLOCK)
+        wide = blocks * scales.unsqueeze(-1)
         out.copy_(wide.flatten(-2).to(torch.bfloat16).view(out.shape))
 
 
@@ -86,9 +87,9 @@ class Engram(nn.Module):
             the residual with the memory added, same shape and dtype.
         """
         streams, hidden = residual.shape[-2:]
-        mixed = self.wkv(embedded.flatten(-2).to(self.wkv.weight.dtype)).float()
-        keys, value = mixed.split([streams * hidden, hidden], dim=-1)
-        keys = _normal(keys.unflatten(-1, (streams, hidden))) * self.k_weight.float()
+        mixed: torch.Tensor = self.wkv(embedded.flatten(-2).to(self.wkv.weight.dtype)).float()
+        keys, value = mixed[..., : streams * hidden], mixed[..., streams * hidden :]
+        keys = _normal(keys.reshape(residual.shape)) * self.k_weight.float()
         queries = _normal(residual.float()) * self.q_weight.float()
         match = (keys * queries).sum(-1, keepdim=True) / hidden**0.5
         gate = torch.sigmoid(match.abs().clamp_min(1e-6).sqrt() * match.sign())
