@@ -71,7 +71,9 @@ def hooked(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="module")
 def stock(hooked: Hooked) -> dict[str, Any]:
     """The same without tierd, in this process, while the hooked one is at work."""
-    assert "tierd.hook.transformers" not in sys.modules
+    model_class = transformers.Qwen4ExpForCausalLM
+    stock_module = sys.modules[model_class.__module__].Qwen4ExpTextNGramEmbedding.__module__
+    assert stock_module == model_class.__module__, "this process must not be hooked"
     checkpoints = models.checkpoints()
     found: dict[str, Any] = {
         name: scenarios.outcomes(checkpoints[name]) for name in models.FAMILIES

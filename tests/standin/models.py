@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import types
 from pathlib import Path
+from typing import Any
 
 from tests.daemons import Node, make_node
 from tierd.tools import demo_models
@@ -25,14 +26,19 @@ def checkpoints() -> dict[str, Path]:
     demo_models.write_gemma(root / "gemma4")
     demo_models.write_gemma(root / "gemma3n", family="gemma3n")
     demo_models.write_engram(root / "v41", vocab_size=500)
+    demo_models.write_engram(root / "v41-other", vocab_size=500, seed=2)
     demo_models.write_gemma(root / "wide", dim=960, vocabulary=6656, shard="20MB")
     return {path.name: path for path in sorted(root.iterdir())}
 
 
+def only(*names: str) -> dict[str, Any]:
+    """Return some of them as ``make_node`` wants them."""
+    return {name: types.SimpleNamespace(path=checkpoints()[name]) for name in names}
+
+
 def staged(directory: Path) -> Node:
     """Stage all of them on a new device."""
-    models = {name: types.SimpleNamespace(path=path) for name, path in checkpoints().items()}
-    return make_node(directory, models, size=192 << 20)
+    return make_node(directory, only(*checkpoints()), size=192 << 20)
 
 
 @functools.cache

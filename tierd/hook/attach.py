@@ -66,7 +66,7 @@ class AttachedTables:
         if found is None:
             have = ", ".join(image.name for image in self.client.attached)
             raise HookError(
-                f"the model's layer {layer} reads a {kind.value} table that is not staged "
+                f"no {kind.value} table for layer {layer} is attached, but the model has one there "
                 f"(attached: {have}); run: tierd images"
             )
         return found
@@ -128,11 +128,11 @@ def _open(directory: Path) -> Checkpoint:
     try:
         return Checkpoint.open(directory)
     except CheckpointError as error:
-        raise _unreadable(directory, error) from None
+        raise _unreadable(error) from None
 
 
-def _unreadable(directory: Path, error: CheckpointError) -> HookError:
-    return HookError(f"{directory}: the tables of this checkpoint cannot be read: {error}")
+def _unreadable(error: CheckpointError) -> HookError:
+    return HookError(f"the model's tables cannot be read: {error}")
 
 
 def _specs(checkpoint: Checkpoint, files: Iterable[Path], kind: TableKind) -> list[TableSpec]:
@@ -140,7 +140,7 @@ def _specs(checkpoint: Checkpoint, files: Iterable[Path], kind: TableKind) -> li
     try:
         found = io_tables.find_tables(checkpoint)
     except CheckpointError as error:
-        raise _unreadable(directory, error) from None
+        raise _unreadable(error) from None
     specs = [spec for spec in found if spec.kind == kind]
     if not specs:
         raise HookError(f"{directory}: holds no {kind.value} table, but the model reads one")
