@@ -56,8 +56,9 @@ void Pump::run() noexcept {
             continue;
         }
         reader_->submit();
-        if (busy) quiet_since = now;
-        if (now - quiet_since < spin_ns_)
+        if (busy)
+            quiet_since = now;
+        else if (now - quiet_since < spin_ns_)
             relax_cpu();
         else
             sleep();

@@ -104,7 +104,7 @@ class Pump {
     PumpStats stats();
 
   private:
-    struct Channel;
+    struct ServedChannel;
     struct Device {
         int fd = -1;
         std::uint32_t tables = 0;  // that have an extent on it
@@ -173,7 +173,7 @@ class Pump {
     std::mutex control_mutex_;
     std::array<Device, kDevicesMax> devices_{};
     std::map<std::uint32_t, std::unique_ptr<ServedTable>> tables_;
-    std::map<std::uint32_t, std::unique_ptr<Channel>> channels_;
+    std::map<std::uint32_t, std::unique_ptr<ServedChannel>> channels_;
     std::uint32_t next_table_ = 0;
     std::uint32_t next_channel_ = 0;
     std::uint64_t next_order_ = 0;
