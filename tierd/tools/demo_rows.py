@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from tierd.tools.demo_engram import RowSource
 
 CHUNK_TOKENS = 256
-_PROGRESS_S = 2.0
+_PROGRESS_S = 4.0
+_BLOCK_ROWS = 8192
 
 
 @dataclasses.dataclass
@@ -115,6 +116,19 @@ def check_rows(
         now = table.stats()
         found.hits += now["hits"] - old["hits"]
         found.lookups += now["lookups"] - old["lookups"]
+    return found
+
+
+def check_every_row(table: TableClient, source: RowSource) -> RowCheck:
+    """Compare a whole table, row by row, with the source's."""
+    found = RowCheck()
+    for start in range(0, table.info.table.rows, _BLOCK_ROWS):
+        ids = torch.arange(start, min(start + _BLOCK_ROWS, table.info.table.rows))
+        out = torch.zeros((len(ids), table.info.table.dim), dtype=torch.bfloat16)
+        table.kick(ids)
+        table.gather(ids, out)
+        found.rows += len(ids)
+        found.mismatched += count_differing(source, ids, out)
     return found
 
 
