@@ -53,19 +53,22 @@ class RowCheck:
         return self.hits / self.lookups if self.lookups else 0.0
 
 
-def standard_library_tokens(tokenizer: Any, count: int) -> Iterator[NDArray[np.int64]]:
+def standard_library_tokens(
+    tokenizer: Any, count: int, chunk_tokens: int = CHUNK_TOKENS
+) -> Iterator[NDArray[np.int64]]:
     """Yield token ids of Python's standard library, in chunks, ``count`` in all or a little more.
 
     Args:
         tokenizer: a ``tokenizers.Tokenizer``.
         count: tokens wanted.
+        chunk_tokens: tokens in a chunk, except at a file's end.
     """
     left = count
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         text = path.read_text(encoding="utf-8", errors="ignore")
         ids = np.array(tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
-        for start in range(0, len(ids), CHUNK_TOKENS):
-            chunk = ids[start : start + CHUNK_TOKENS]
+        for start in range(0, len(ids), chunk_tokens):
+            chunk = ids[start : start + chunk_tokens]
             yield chunk
             left -= len(chunk)
             if left <= 0:
