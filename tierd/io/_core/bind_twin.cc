@@ -79,8 +79,7 @@ nb::dict stats_of(const TwinTable& table) {
     const RingStats& s = table.stats();
     nb::dict d;
     const auto put = [&](const char* name, const std::uint64_t& counter) {
-        auto& word = const_cast<std::uint64_t&>(counter);
-        d[name] = std::atomic_ref<std::uint64_t>(word).load(std::memory_order_relaxed);
+        d[name] = load_relaxed(counter);
     };
     put("lookups", s.lookups);
     put("hits", s.hits);

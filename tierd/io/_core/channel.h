@@ -142,6 +142,12 @@ inline void add_relaxed(std::uint64_t& counter, std::uint64_t amount) {
     word.store(word.load(std::memory_order_relaxed) + amount, std::memory_order_relaxed);
 }
 
+// Readers may be other threads and other processes.
+inline std::uint64_t load_relaxed(const std::uint64_t& counter) {
+    return std::atomic_ref<std::uint64_t>(const_cast<std::uint64_t&>(counter))
+        .load(std::memory_order_relaxed);
+}
+
 std::uint64_t monotonic_ns();
 const char* status_name(Status status);
 
