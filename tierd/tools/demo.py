@@ -87,7 +87,7 @@ class _Demo:
         self._step(f"verifying {staged['images']} images: every page, every row")
         self._verify()
         self._step("starting the daemon: tierd serve")
-        with _daemon(self.place, self.device, self.socket):
+        with daemon(self.place, self.device, self.socket):
             self._step("generating without tierd, and with it: tierd run -- python ...")
             generated = self._generate()
             self._step("reading Python's standard library through V4.1's tables, row by row")
@@ -126,7 +126,8 @@ class _Demo:
         with Store.open(str(self.device), write=False) as store:
             for image in store.images:
                 with Checkpoint.open(self.checkpoints[image.info.model]) as source:
-                    walker.verify(store, image, checkpoint=source, full=True)
+                    found = walker.verify(store, image, checkpoint=source, full=True)
+                    found.require_ok(str(self.device))
 
     def _generate(self) -> dict[str, Any]:
         """Generate with and without tierd and compare the tokens."""
@@ -215,7 +216,7 @@ def compare_tokens(stock: dict[str, Any], served: dict[str, Any]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _daemon(place: Path, device: Path, socket: Path) -> Iterator[None]:
+def daemon(place: Path, device: Path, socket: Path) -> Iterator[None]:
     """Run ``tierd serve`` until the block ends."""
     words = ["serve", "--dir", str(place / "run"), "--device", str(device)]
     log = place / "daemon.log"
