@@ -46,7 +46,7 @@ def run(quick: bool) -> list[dict[str, Any]]:
     tokenizer = load_tokenizer()
     hasher = EngramHash(layout, compressed_token_map(tokenizer))
     chunks = list(demo_rows.standard_library_tokens(tokenizer, tokens, CHUNK_TOKENS))
-    with tempfile.TemporaryDirectory(prefix="tierd-bench-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="tierd-rows-", dir="/var/tmp") as scratch:
         checkpoint = Path(scratch) / "v41"
         write_tables(checkpoint, layout)
         size = 2 * 264 * sum(layout.rows) + (64 << 20)

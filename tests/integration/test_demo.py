@@ -63,7 +63,7 @@ def test_one_changed_byte_is_found(place: Path, small: None) -> None:
     path.write_bytes(data)
     layout = EngramLayout.make((1, 3), vocab_size=ENGRAM_VOCAB)
     hasher = EngramHash(layout, compressed_token_map(load_tokenizer()))
-    with tool._daemon(place, run.device, run.socket):
+    with tool.daemon(place, run.device, run.socket):
         result = run._check_rows(hasher)
     assert result["mismatched_rows"] >= 1
     assert not tool.passed({**result, "tokens_identical": True, "tokens_compared": 1})

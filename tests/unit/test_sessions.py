@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.daemons import engram_node
-from tierd import attach, claims
-from tierd.attach import AttachServer
 from tierd.catalog import Catalog
 from tierd.config import load
+from tierd.daemon import attach, claims
+from tierd.daemon.attach import AttachServer
+from tierd.daemon.plane import DataPlane
 from tierd.io import _core, wire
-from tierd.plane import DataPlane
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

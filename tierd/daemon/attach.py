@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tierd.config import Settings
     from tierd.daemon.plane import Attached, DataPlane, ServedImage
 
-log = structlog.get_logger("tierd.attach")
+log = structlog.get_logger("tierd.daemon.attach")
 
 # Connections that have not attached: people listing images, engines on their way.
 VISITORS_MAX = 64

@@ -93,7 +93,7 @@ class _Demo:
         self._step(f"verifying {staged['images']} images: every page, every row")
         self._verify()
         self._step("starting the daemon: tierd serve")
-        with _daemon(self.place, self.device, self.socket):
+        with daemon(self.place, self.device, self.socket):
             self._step("generating without tierd, and with it: tierd run -- python ...")
             generated = self._generate()
             self._step("reading Python's standard library through V4.1's tables, row by row")
@@ -224,7 +224,7 @@ def compare_tokens(stock: dict[str, Any], served: dict[str, Any]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _daemon(place: Path, device: Path, socket: Path) -> Iterator[None]:
+def daemon(place: Path, device: Path, socket: Path) -> Iterator[None]:
     """Run ``tierd serve`` until the block ends."""
     words = ["serve", "--dir", str(place / "run"), "--device", str(device)]
     log = place / "daemon.log"

@@ -9,20 +9,11 @@ from numpy.typing import NDArray
 
 from tierd.io._core._native import protocol as protocol
 
-def crc32c(
-    data: Annotated[
-        NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)
-    ],
-    crc: int = 0,
-) -> int:
+
+def crc32c(data: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], crc: int = 0) -> int:
     """CRC32C (Castagnoli) of a contiguous uint8 array, continuing `crc`."""
 
-def crc32c_portable(
-    data: Annotated[
-        NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)
-    ],
-    crc: int = 0,
-) -> int:
+def crc32c_portable(data: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], crc: int = 0) -> int:
     """The table-driven CRC32C that crc32c() falls back to."""
 
 def crc32c_engine() -> str:
@@ -37,45 +28,17 @@ def rows_per_page(row_bytes: int) -> int:
 def tag_key(image_id: int, generation: int) -> tuple:
     """The two u32 that key the row tags of one image generation."""
 
-def row_tag(
-    row: Annotated[
-        NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)
-    ],
-    number: int,
-    image_id: int,
-    generation: int,
-) -> int:
+def row_tag(row: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], number: int, image_id: int, generation: int) -> int:
     """Tag of one padded row."""
 
-def pack_pages(
-    rows: Annotated[
-        NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)
-    ],
-    row_bytes: int,
-    first_page: int,
-    image_id: int,
-    generation: int,
-    pages: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu")],
-) -> None:
+def pack_pages(rows: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], row_bytes: int, first_page: int, image_id: int, generation: int, pages: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu')]) -> None:
     """
     Pack whole rows (uint8, back to back) into pages, starting at `first_page` of the image.
     Only the last page of the image may be partial: every call but the last must bring a
     multiple of rows_per_page rows.
     """
 
-def check_pages(
-    pages: Annotated[
-        NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)
-    ],
-    row_bytes: int,
-    rows: int,
-    first_page: int,
-    image_id: int,
-    generation: int,
-    check_crc: bool,
-    check_tags: bool,
-    faults: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu")],
-) -> int:
+def check_pages(pages: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], row_bytes: int, rows: int, first_page: int, image_id: int, generation: int, check_crc: bool, check_tags: bool, faults: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu')]) -> int:
     """
     Check consecutive pages of an image of `rows` rows; writes one PageFault per page into
     `faults` (uint8) and returns how many are not ok.
@@ -121,18 +84,8 @@ class Pump:
     crc_sample checks the CRC of one page in so many: 0 never, 1 always.
     """
 
-    def __init__(
-        self,
-        *,
-        transport: str = "auto",
-        queue_depth: int = 128,
-        read_threads: int = 16,
-        spin_us: int = 50,
-        park_us: int = 50,
-        crc_sample: int = 16,
-        checks: bool = True,
-        cpu: int = -1,
-    ) -> None: ...
+    def __init__(self, *, transport: str = 'auto', queue_depth: int = 128, read_threads: int = 16, spin_us: int = 50, park_us: int = 50, crc_sample: int = 16, checks: bool = True, cpu: int = -1) -> None: ...
+
     @property
     def transport(self) -> str:
         """'io_uring' or 'threads'."""
@@ -153,18 +106,7 @@ class Pump:
     def remove_device(self, device: int) -> None:
         """ValueError while a table has an extent on it."""
 
-    def add_table(
-        self,
-        *,
-        image_id: int,
-        generation: int,
-        row_bytes: int,
-        rows: int,
-        window_ns: int,
-        extents: Annotated[
-            NDArray[numpy.uint64], dict(shape=(None, 4), order="C", device="cpu", writable=False)
-        ],
-    ) -> int:
+    def add_table(self, *, image_id: int, generation: int, row_bytes: int, rows: int, window_ns: int, extents: Annotated[NDArray[numpy.uint64], dict(shape=(None, 4), order='C', device='cpu', writable=False)]) -> int:
         """
         Serve an image whose pages lie where `extents` (uint64 [n, 4]: first_page, pages,
         device, device_page; sorted, no holes) says; returns the table's number.
@@ -190,6 +132,7 @@ class Pump:
         """
 
     def start(self) -> None: ...
+
     def stop(self) -> None:
         """As remove_channel for all, then end. Idempotent."""
 
@@ -210,17 +153,18 @@ class Channel:
     that the protocol forbids, OSError if the memory is refused.
     """
 
-    def __init__(
-        self, *, rank: int, world: int, client_id: bytes, rings: Sequence[tuple[int, int, int, int]]
-    ) -> None: ...
+    def __init__(self, *, rank: int, world: int, client_id: bytes, rings: Sequence[tuple[int, int, int, int]]) -> None: ...
+
     @property
     def fd(self) -> int:
         """The memfd, owned by the channel."""
 
     @property
     def bytes(self) -> int: ...
+
     @property
     def ring_count(self) -> int: ...
+
     def control(self, ring: int) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
         """A writable view (uint8) of the ring's RingControl."""
 
@@ -235,30 +179,9 @@ class RingClient:
     retires. `first_sequence` starts an untouched ring near 2^32.
     """
 
-    def __init__(
-        self,
-        channel: Channel,
-        ring: int,
-        wake_fd: int,
-        *,
-        spin_us: int = 50,
-        first_sequence: int = 0,
-    ) -> None: ...
-    def publish(
-        self,
-        pages: Annotated[
-            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
-        ],
-        rows: Annotated[
-            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
-        ],
-        slots: Annotated[
-            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
-        ],
-        priority: int = 0,
-        *,
-        timeout_ns: int = 10000000000,
-    ) -> int:
+    def __init__(self, channel: Channel, ring: int, wake_fd: int, *, spin_us: int = 50, first_sequence: int = 0) -> None: ...
+
+    def publish(self, pages: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], rows: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], slots: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], priority: int = 0, *, timeout_ns: int = 10000000000) -> int:
         """
         Publish one request (uint32 arrays of one length); returns its sequence. Waits for
         room; TimeoutError if no other thread retires within `timeout_ns`.
@@ -275,48 +198,37 @@ class RingClient:
     def retire(self, sequence: int) -> None:
         """Give the pages of the oldest outstanding request back."""
 
-    def replay(
-        self,
-        pages: Annotated[
-            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
-        ],
-        batch: int,
-        depth: int,
-    ) -> float:
+    def replay(self, pages: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], batch: int, depth: int) -> float:
         """
         Read every page of the list, `batch` a request, `depth` requests outstanding, and
         check that each succeeds; returns seconds.
         """
 
-    def stats(self) -> dict: ...
+    def stats(self) -> dict:
+        """The counters of RingStats that a raw client keeps, by name."""
 
-def decode_rows(
-    rows: Annotated[NDArray[numpy.uint8], dict(order="C", device="cpu", writable=False)],
-    dim: int,
-    row_format: str,
-    *,
-    canonical_zero: bool = False,
-    portable: bool = False,
-) -> NDArray:
+def decode_rows(rows: Annotated[NDArray[numpy.uint8], dict(order='C', device='cpu', writable=False)], dim: int, row_format: str, *, canonical_zero: bool = False, portable: bool = False) -> NDArray:
     """
-    Rows as stored (uint8 [..., row_bytes]) to bf16 bits (uint16 [..., dim]), exactly as the
-    engine's kernel does; raw rows are copied (uint8). `canonical_zero` turns -0 into +0;
-    `portable` keeps to the baseline instruction set.
+    Rows as stored (uint8 [..., row_bytes]) to bf16 bits (uint16 [..., dim]), exactly as
+    the engine's kernel does; raw rows are copied (uint8). `canonical_zero` turns -0 into
+    +0; `portable` keeps to the baseline instruction set.
     """
 
 class RowCache:
     """
-    A pool of row slots, 32 ways in each of `sets` sets, shared by tables of
-    one row size. `first_stamp` lets tests start near a stamp's end.
+    A pool of row slots, 32 ways in each of `sets` sets, shared by tables
+    of one row size. `first_stamp` lets tests start near a stamp's end.
     """
 
     def __init__(self, *, sets: int, row_bytes: int, first_stamp: int = 0) -> None: ...
+
     @property
     def sets(self) -> int:
         """Sets in use."""
 
     @property
     def row_bytes(self) -> int: ...
+
     @property
     def kicks(self) -> int:
         """Kicks of all tables, plus first_stamp."""
@@ -336,43 +248,29 @@ class TwinTable:
     progress. Ids are int64 or int32, any shape, strided or not.
     """
 
-    def __init__(
-        self,
-        cache: RowCache,
-        channel: Channel,
-        ring: int,
-        wake_fd: int,
-        *,
-        table: int,
-        image_id: int,
-        generation: int,
-        rows: int,
-        dim: int,
-        row_format: str,
-        quota: int,
-        timeout_ns: int = 10000000000,
-        spin_us: int = 50,
-        canonical_zero: bool = False,
-    ) -> None: ...
-    def kick(self, ids: Annotated[NDArray, dict(device="cpu", writable=False)]) -> None:
+    def __init__(self, cache: RowCache, channel: Channel, ring: int, wake_fd: int, *, table: int, image_id: int, generation: int, rows: int, dim: int, row_format: str, quota: int, timeout_ns: int = 10000000000, spin_us: int = 50, canonical_zero: bool = False) -> None: ...
+
+    def kick(self, ids: Annotated[NDArray, dict(device='cpu', writable=False)]) -> None:
         """
         Look up and claim; publish requests for what is missing. IndexError names an id
         outside the table (nothing has changed then).
         """
 
-    def gather(
-        self,
-        ids: Annotated[NDArray, dict(device="cpu", writable=False)],
-        out: Annotated[NDArray, dict(device="cpu")],
-    ) -> None:
+    def gather(self, ids: Annotated[NDArray, dict(device='cpu', writable=False)], out: Annotated[NDArray, dict(device='cpu')]) -> None:
         """
-        Write the rows of `ids` into `out` [*ids.shape, dim], contiguous: bf16 bits (uint16,
-        int16 or bfloat16), or bytes for raw rows. Ids other than the last kicked ones are
-        looked up and demanded now. RuntimeError if a request fails; `out` is undefined then.
+        Write the rows of `ids` into `out` [*ids.shape, dim], contiguous: bf16 bits
+        (uint16, int16 or bfloat16), or bytes for raw rows. Ids other than the last kicked
+        ones are looked up and demanded now. RuntimeError if a request fails; `out` is
+        undefined then.
         """
 
     def set_quota(self, ways: int) -> None:
         """Ways per set that the table may hold; nothing is flushed."""
+
+    def set_timeout(self, timeout_ns: int) -> None:
+        """
+        The most that one kick or gather waits for the servers, from the next call on.
+        """
 
     def stats(self) -> dict:
         """The ring's counters (RingStats) by name."""

@@ -2,6 +2,7 @@
 
 import enum
 
+
 CHANNEL_MAGIC: int = 1313358676
 
 CHANNEL_ABI: int = 1
@@ -51,6 +52,7 @@ OFFSET_STATUS_G: int = 576
 OFFSET_TENURE: int = 640
 
 def descriptor_bytes(rows_max: int) -> int: ...
+
 def array_bytes(rows_max: int) -> int: ...
 
 class Status(enum.IntEnum):
