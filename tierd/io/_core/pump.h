@@ -150,7 +150,6 @@ class Pump {
     void issue_request(ServerRing& ring, ServerRequest& request, std::uint32_t count,
                        std::uint64_t now_ns, Read* out);
     std::uint8_t* target(const ReadSlot& slot) const;
-    void prefetch(std::size_t done, std::size_t count) const;
     Read prepare(std::uint32_t token, std::uint64_t now_ns);
     bool reap(std::uint64_t now_ns);
     void finish(std::uint32_t token, std::int32_t result);
