@@ -140,7 +140,7 @@ REFUSALS = {
     "cache rows": "TIERD_CACHE_ROWS='many' is not a number of rows",
     "changed": "gemma4/layers.0.per_layer.*but staged from other data than .*changed holds",
     "not staged": r"\(model v41\) has no image of table layers.0.ple of .*qwen-not-staged; "
-    "run: tierd stage .*qwen-not-staged$",
+    "run: tierd stage .*qwen-not-staged --device DEVICE$",
     "variant": "loaded from other files than model-.*load without `variant`",
     "save": "cannot be saved: its table would be missing",
     "resize": "cannot be resized: its table is read-only",
