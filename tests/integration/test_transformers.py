@@ -48,6 +48,8 @@ class Hooked:
     @property
     def found(self) -> dict[str, Any]:
         if self._found is None:
+            if self._process.returncode is not None:
+                pytest.fail("the hooked process failed, as the first test shows")
             output, self.stderr = self._process.communicate(timeout=HOOKED_TIMEOUT_S)
             assert self._process.returncode == 0, self.stderr[-3000:]
             self._found = json.loads(output)
