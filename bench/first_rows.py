@@ -22,7 +22,7 @@ from tests.oracle import INDEX, EngramOracle, Shards
 from tierd.gpu.client import Client, list_images
 from tierd.gpu.engram import EngramHash, EngramLayout
 from tierd.tools import demo_models, demo_rows
-from tierd.tools.deepseek_tokens import compressed_token_map, load_tokenizer
+from tierd.tools.deepseek_tokens import deepseek_token_map, load_tokenizer
 from tierd.tools.demo_engram import engram_key
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def run(quick: bool) -> list[dict[str, Any]]:
     vocab, tokens = (1_000, 1_500) if quick else (8_000, TOKENS)
     layout = EngramLayout.make(LAYERS, vocab_size=vocab)
     tokenizer = load_tokenizer()
-    hasher = EngramHash(layout, compressed_token_map(tokenizer))
+    hasher = EngramHash(layout, deepseek_token_map())
     chunks = list(demo_rows.standard_library_tokens(tokenizer, tokens, CHUNK_TOKENS))
     with tempfile.TemporaryDirectory(prefix="tierd-rows-", dir="/var/tmp") as scratch:
         checkpoint = Path(scratch) / "v41"

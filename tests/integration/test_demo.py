@@ -11,7 +11,7 @@ from tests.oracle import INDEX
 from tierd.errors import TierdError
 from tierd.gpu.engram import EngramHash, EngramLayout
 from tierd.tools import demo as tool
-from tierd.tools.deepseek_tokens import compressed_token_map, load_tokenizer
+from tierd.tools.deepseek_tokens import deepseek_token_map
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,7 +62,7 @@ def test_one_changed_byte_is_found(place: Path, small: None) -> None:
     data[-1000] ^= 1
     path.write_bytes(data)
     layout = EngramLayout.make((1, 3), vocab_size=ENGRAM_VOCAB)
-    hasher = EngramHash(layout, compressed_token_map(load_tokenizer()))
+    hasher = EngramHash(layout, deepseek_token_map())
     with tool.daemon(place, run.device, run.socket):
         result = run._check_rows(hasher)
     assert result["mismatched_rows"] >= 1

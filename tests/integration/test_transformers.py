@@ -48,6 +48,8 @@ class Hooked:
     @property
     def found(self) -> dict[str, Any]:
         if self._found is None:
+            if self._process.returncode is not None:
+                pytest.fail("the hooked process failed, as the first test shows")
             output, self.stderr = self._process.communicate(timeout=HOOKED_TIMEOUT_S)
             assert self._process.returncode == 0, self.stderr[-3000:]
             self._found = json.loads(output)
@@ -140,7 +142,7 @@ REFUSALS = {
     "cache rows": "TIERD_CACHE_ROWS='many' is not a number of rows",
     "changed": "gemma4/layers.0.per_layer.*but staged from other data than .*changed holds",
     "not staged": r"\(model v41\) has no image of table layers.0.ple of .*qwen-not-staged; "
-    "run: tierd stage .*qwen-not-staged$",
+    "run: tierd stage .*qwen-not-staged --device DEVICE$",
     "variant": "loaded from other files than model-.*load without `variant`",
     "save": "cannot be saved: its table would be missing",
     "resize": "cannot be resized: its table is read-only",

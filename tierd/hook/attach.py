@@ -176,16 +176,14 @@ def _match(
     where = f"the daemon at {settings.socket}"
     if settings.model is not None:
         where += f" (model {settings.model})"
+    cure = f"run: tierd stage {directory} --device DEVICE"
     others = [image.name for image in images if image.table.name == spec.name]
     if others:
         raise HookError(
             f"{where} has {', '.join(others)}, but staged from other data than {directory} holds "
-            f"(fingerprint {fingerprint[:12]}): the checkpoint changed, or is another; "
-            f"run: tierd stage {directory}"
+            f"(fingerprint {fingerprint[:12]}): the checkpoint changed, or is another; " + cure
         )
-    raise HookError(
-        f"{where} has no image of table {spec.name} of {directory}; run: tierd stage {directory}"
-    )
+    raise HookError(f"{where} has no image of table {spec.name} of {directory}; {cure}")
 
 
 def _attach(images: Sequence[ImageInfo], settings: HookSettings, engine: str) -> AttachedTables:
@@ -234,7 +232,7 @@ def _self_test(checkpoint: Checkpoint, spec: TableSpec, table: gpu_client.TableC
         raise HookError(
             f"{table.info.name}: row {wrong[0]} is not what {spec.tensors[0]} holds "
             f"({len(wrong)} of {len(ids)} sampled rows differ); "
-            f"run: tierd verify {table.info.name} --full"
+            f"run: tierd verify --full --device DEVICE {table.info.name}"
         )
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 from tierd.gpu.engram import NOTHING, EngramHash, EngramLayout
-from tierd.tools.deepseek_tokens import compressed_token_map, load_tokenizer
+from tierd.tools.deepseek_tokens import deepseek_token_map
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -137,7 +137,7 @@ class EngramModel:
         config = DeepseekV4Config.from_pretrained(directory)
         base = _load_base(directory)
         layout = layout_of(config)
-        hasher = EngramHash(layout, compressed_token_map(load_tokenizer()))
+        hasher = EngramHash(layout, deepseek_token_map())
         engrams = {}
         for layer in layout.layer_ids:
             engram = Engram(config.hidden_size, config.hc_mult, layout.columns)
