@@ -42,7 +42,7 @@ from tierd.io.layout import (
 from tierd.io.superblock import ExtentTable, Identity, Root, StoredImage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from tierd.types import Extent, ImageInfo
 
@@ -236,10 +236,11 @@ class Store:
             return extents
 
     def release(self, extents: Iterable[Extent]) -> None:
-        """Give back what :meth:`allocate` set aside and no commit used."""
+        """Give back what :meth:`allocate` set aside; what a commit has used is passed over."""
         with self._lock:
             for extent in extents:
-                self._pending.remove(extent)
+                if extent in self._pending:
+                    self._pending.remove(extent)
 
     def too_small(self, pages: int, have: int) -> DeviceTooSmallError:
         """Return the error that says how much is needed and how much there is."""
@@ -265,12 +266,21 @@ class Store:
         the images' extents are not reused, not discarded, and the images cannot be deleted.
 
         Raises:
+            ImageError: an image was deleted or replaced meanwhile.
             DeviceError: the device cannot be opened again or has no byte-range locks.
         """
+        images = list(images)
         ranges = [
             (start, end - start) for image in images for start, end in map(occupied, image.extents)
         ]
         with self._lock:  # no commit may drop the images between the look and the lease
+            for image in images:
+                if self.find(image.name) != image:
+                    raise ImageError(
+                        f"image {image.name} generation {image.info.generation} on "
+                        f"{self.device.path} was deleted or replaced; attach again; "
+                        "run: tierd images"
+                    )
             return self.device.readonly_fd(ranges)
 
     def _is_leased(self, extents: Iterable[Extent]) -> bool:
@@ -311,11 +321,10 @@ class Store:
                 images={**self._table.images, info.name: image},
                 identities={**self._table.identities, info.name: identity},
             )
-            for extent in placed:
-                if extent in self._pending:
-                    self._pending.remove(extent)
-            if replaced is not None:
-                self._discard(replaced.extents)
+            self.release(placed)
+            dropped = () if replaced is None else replaced.extents
+            self._pending += dropped  # nobody is given them before they are discarded
+        self._discard(dropped)
         return image
 
     def delete_image(self, name: str, *, wipe: bool = False) -> None:
@@ -344,13 +353,12 @@ class Store:
                 placements=placements,
                 identities={**self._table.identities, name: self._next_identity(name)},
             )
-            self._pending += image.extents  # nobody may be given them before they are discarded
-            try:
-                if wipe:
-                    self._wipe(image.extents)
-                self._discard(image.extents)
-            finally:
-                self.release(image.extents)
+            self._pending += image.extents  # nobody is given them before they are discarded
+        try:
+            if wipe:
+                self._wipe(image.extents)
+        finally:
+            self._discard(image.extents)
 
     def set_placement(self, name: str, placement: dict[str, Any] | None) -> None:
         """Store what must survive of an image's placement (tiers, quota, window); None drops it.
@@ -408,12 +416,18 @@ class Store:
                 "must be opened anew before it is changed; run: systemctl restart tierd"
             )
 
-    def _discard(self, extents: Iterable[Extent]) -> None:
-        # A hint: a device that cannot discard keeps the old bytes, which nothing names any more.
-        for extent in extents:
-            start, end = occupied(extent)
-            if not self.device.leased_ranges(start, end):
-                self.device.discard(start, end - start)
+    def _discard(self, extents: Sequence[Extent]) -> None:
+        """Discard and release pending extents; outside the lock, since it may take seconds.
+
+        A hint: a device that cannot discard keeps the old bytes, which nothing names any more.
+        """
+        try:
+            for extent in extents:
+                start, end = occupied(extent)
+                if not self.device.leased_ranges(start, end):
+                    self.device.discard(start, end - start)
+        finally:
+            self.release(extents)
 
     def _wipe(self, extents: Iterable[Extent]) -> None:
         zeroes = aligned_buffer(_WIPE_BYTES)
