@@ -158,37 +158,54 @@ RingView Channel::ring(std::uint32_t index) const {
     return {base_, bytes_, header.rings[index]};
 }
 
+void Channel::take_ring(std::uint32_t index) {
+    if (taken_[index].test_and_set())
+        throw std::invalid_argument("ring " + std::to_string(index) + " has a client already");
+}
+
 // --- RingClient ----------------------------------------------------------------------------------
 
 RingClient::RingClient(std::shared_ptr<Channel> channel, std::uint32_t ring, int wake_fd,
                        std::uint32_t spin_us, std::uint32_t first_sequence)
     : channel_(std::move(channel)),
+      index_(ring),
       ring_(channel_->ring(ring)),
       spin_ns_(static_cast<std::uint64_t>(spin_us) * 1000) {
-    RingControl& c = *ring_.control;
-    const std::uint32_t doorbell = load_acquire(c.doorbell.value);
-    if (first_sequence != 0) {
-        if (doorbell != 0 || load_acquire(c.done_d.value) != 0)
-            throw std::invalid_argument("first_sequence is for a ring that was never used");
-        // All four levels start together, so that a server goes on at the same sequence.
-        store_release(c.done_d.value, first_sequence);
-        store_release(c.done_g.value, first_sequence);
-        store_release(c.retired.value, first_sequence);
-        store_release(c.doorbell.value, first_sequence);
-        published_ = first_sequence;
-    } else {
-        if (!answered(doorbell))
-            throw std::invalid_argument("ring " + std::to_string(ring) +
-                                        " has requests in flight from an earlier client");
-        store_release(c.retired.value, doorbell);
-        published_ = doorbell;
+    channel_->take_ring(ring);
+    try {
+        take_levels(first_sequence);
+        if (wake_fd >= 0) wake_fd_ = fcntl(wake_fd, F_DUPFD_CLOEXEC, 0);
+        if (wake_fd >= 0 && wake_fd_ < 0) throw_errno("dup of the pump's eventfd");
+    } catch (...) {
+        channel_->release_ring(ring);
+        throw;
     }
-    wake_fd_ = wake_fd < 0 ? -1 : fcntl(wake_fd, F_DUPFD_CLOEXEC, 0);
-    if (wake_fd >= 0 && wake_fd_ < 0) throw_errno("dup of the pump's eventfd");
 }
 
 RingClient::~RingClient() {
     if (wake_fd_ >= 0) close(wake_fd_);
+    channel_->release_ring(index_);
+}
+
+void RingClient::take_levels(std::uint32_t first_sequence) {
+    RingControl& c = *ring_.control;
+    const std::uint32_t doorbell = load_acquire(c.doorbell.value);
+    published_ = doorbell;
+    if (first_sequence == 0) {
+        if (!answered(doorbell))
+            throw std::invalid_argument("ring " + std::to_string(index_) +
+                                        " has requests in flight from an earlier client");
+        store_release(c.retired.value, doorbell);
+        return;
+    }
+    if (doorbell != 0 || load_acquire(c.done_d.value) != 0)
+        throw std::invalid_argument("first_sequence is for a ring that was never used");
+    // All levels start together, so that a server goes on at the same sequence.
+    store_release(c.done_d.value, first_sequence);
+    store_release(c.done_g.value, first_sequence);
+    store_release(c.retired.value, first_sequence);
+    store_release(c.doorbell.value, first_sequence);
+    published_ = first_sequence;
 }
 
 bool RingClient::has_room(std::uint32_t count) const {

@@ -50,7 +50,12 @@ class Channel {
     std::uint32_t ring_count() const { return ring_count_; }
     RingView ring(std::uint32_t index) const;  // std::invalid_argument if there is none
 
+    // A ring has one client at a time; std::invalid_argument if it has one already.
+    void take_ring(std::uint32_t index);
+    void release_ring(std::uint32_t index) { taken_[index].clear(); }
+
   private:
+    std::array<std::atomic_flag, kRingsMax> taken_{};
     int fd_ = -1;
     std::uint8_t* base_ = nullptr;
     std::uint64_t bytes_ = 0;
@@ -116,14 +121,16 @@ class RingClient {
         std::uint32_t count;
     };
     Answer answer(std::uint32_t sequence) const;
+    void take_levels(std::uint32_t first_sequence);
     void wake_pump() const;
     void sleep_on_done(std::uint32_t sequence, std::uint64_t timeout_ns);
 
     std::shared_ptr<Channel> channel_;
+    std::uint32_t index_;
     RingView ring_;
-    int wake_fd_;
+    int wake_fd_ = -1;
     std::uint64_t spin_ns_;
-    std::uint32_t published_;  // last published sequence; ours alone, so doorbell need not be read
+    std::uint32_t published_ = 0;  // last published sequence; ours alone, so doorbell need not be read
     std::uint64_t cursor_ = 0;               // arena pages ever allotted
     std::atomic<std::uint64_t> released_{0};  // of them given back
     std::array<Outstanding, kRingDepth> outstanding_{};  // by sequence % depth
