@@ -8,6 +8,7 @@
 #include <nanobind/stl/string.h>
 
 #include "bind.h"
+#include "pump.h"
 #include "twin.h"
 
 namespace nb = nanobind;
@@ -165,6 +166,10 @@ void bind_twin(nb::module_& m) {
              "Write the rows of `ids` into `out` [*ids.shape, dim], contiguous: bf16 bits (uint16,\n"
              "int16 or bfloat16), or bytes for raw rows. Ids other than the last kicked ones are\n"
              "looked up and demanded now. RuntimeError if a request fails; `out` is undefined then.")
+        .def("drive", [](TwinTable& table, std::shared_ptr<Pump> pump) {
+            table.drive(std::move(pump));
+        }, "pump"_a,
+             "From now on waits turn this simulated pump instead of sleeping.")
         .def("set_quota", &TwinTable::set_quota, "ways"_a,
              "Ways per set that the table may hold; nothing is flushed.")
         .def("stats", &stats_of, "The ring's counters (RingStats) by name.");

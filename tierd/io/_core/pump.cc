@@ -8,9 +8,11 @@
 
 #include <algorithm>
 #include <bit>
+#include <stdexcept>
 
 #include "channel.h"
 #include "page.h"
+#include "reader_sim.h"
 
 namespace tierd {
 namespace {
@@ -44,12 +46,7 @@ void Pump::run() noexcept {
     std::uint64_t quiet_since = monotonic_ns();
     while (!exit_.load(std::memory_order_acquire)) {
         const std::uint64_t now = monotonic_ns();
-        bool busy = run_commands();
-        busy |= look_at_rings(now);
-        busy |= issue(now);
-        if (spin_ns_ != 0) reader_->submit();  // else they go in with the wait, in one call
-        busy |= reap();
-        if (busy) {
+        if (round(now)) {
             quiet_since = now;
         } else if (now - quiet_since < spin_ns_) {
             relax_cpu();
@@ -60,6 +57,24 @@ void Pump::run() noexcept {
     reader_->end();
     save_cpu_times();
 }
+
+bool Pump::round(std::uint64_t now_ns) {
+    bool busy = run_commands();
+    busy |= look_at_rings(now_ns);
+    busy |= issue(now_ns);
+    if (spin_ns_ != 0) reader_->submit();  // else they go in with the wait, in one call
+    busy |= reap();
+    return busy;
+}
+
+void Pump::turn() {
+    if (!simulated_) throw std::runtime_error("only a simulated pump is turned by hand");
+    ++turns_;
+    if (!stopped_) round(turn_ns());
+}
+
+std::uint64_t Pump::turn_ns() const { return turns_ * kSimTurnNs; }
+std::uint64_t Pump::now_ns() const { return simulated_ ? turn_ns() : monotonic_ns(); }
 
 void Pump::prepare_thread() {
     pthread_setname_np(pthread_self(), "tierd-pump");
@@ -199,7 +214,7 @@ Read Pump::prepare(std::uint32_t token, std::uint64_t now_ns) {
 bool Pump::reap() {
     const std::size_t n = reader_->reap(done_.data(), done_.size());
     if (n == 0) return false;
-    const std::uint64_t now = monotonic_ns();
+    const std::uint64_t now = now_ns();
     counts_.in_flight -= static_cast<std::uint32_t>(n);
     counts_.reads += n;
     for (std::size_t i = 0; i < n; ++i) {
