@@ -245,10 +245,9 @@ class Store:
     def too_small(self, pages: int, have: int) -> DeviceTooSmallError:
         """Return the error that says how much is needed and how much there is."""
         return DeviceTooSmallError(
-            f"{self.device.path} has {have * PAGE_BYTES} bytes free "
-            f"({have * PAGE_BYTES / 2**30:.2f} GiB), the tables need {pages * PAGE_BYTES} "
-            f"({pages * PAGE_BYTES / 2**30:.2f} GiB); delete an image or use a larger device; "
-            "run: tierd images"
+            f"{self.device.path} has {have * PAGE_BYTES} bytes free, the tables need "
+            f"{pages * PAGE_BYTES} ({(pages - have) * PAGE_BYTES} more); delete an image or use a "
+            "larger device; run: tierd images"
         )
 
     def _free(self) -> list[tuple[int, int]]:
@@ -481,24 +480,33 @@ def _make_file(path: str, size: int | None) -> bool:
             f"name; run: ls -l {path}"
         )
     _require_minimum(path, size)
+    folder = os.path.dirname(os.path.abspath(path))
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            os.posix_fallocate(fd, 0, size)
-        finally:
-            os.close(fd)
+        # Asked first, since a reservation that fails has filled the file system for a moment.
+        system = os.statvfs(folder)
+        if system.f_bavail * system.f_frsize < size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        _reserve(path, size)
     except OSError as error:
         if info is None:
             with contextlib.suppress(OSError):
                 os.unlink(path)
         if error.errno in {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}:
-            free = os.statvfs(os.path.dirname(os.path.abspath(path)))
             raise DeviceTooSmallError(
-                f"{path}: no room for {size} bytes, the file system has "
-                f"{free.f_bavail * free.f_frsize} free; run: df -h {os.path.dirname(path) or '.'}"
+                f"{path}: no room for a file of {size} bytes in {folder}; run: df -h {folder}"
             ) from None
-        raise DeviceError(f"{path}: cannot make it: {os.strerror(error.errno or 0)}") from None
+        raise DeviceError(
+            f"{path}: cannot be made: {os.strerror(error.errno or 0)}; run: ls -ld {folder}"
+        ) from None
     return info is None
+
+
+def _reserve(path: str, size: int) -> None:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, size)
+    finally:
+        os.close(fd)
 
 
 def _require_minimum(path: str, size: int) -> None:

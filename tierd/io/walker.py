@@ -158,7 +158,7 @@ def verify(
         walk = _Walk(store, image, secrets.randbits(32) if seed is None else seed)
         if full:
             walk.check_all(progress)
-        walk.check_rows(checkpoint, sample)
+        walk.check_rows(checkpoint, sample, count_pages=not full)
         return walk.report(full=full)
     finally:
         if lease is not None:
@@ -211,8 +211,9 @@ class _Walk:
 
     # --- sampled rows ----------------------------------------------------------------------------
 
-    def check_rows(self, checkpoint: Checkpoint | None, sample: int) -> None:
+    def check_rows(self, checkpoint: Checkpoint | None, sample: int, *, count_pages: bool) -> None:
         """Check the pages of the first, the last and some drawn rows; compare those rows."""
+        seen: set[int] = set()
         rows = self._geometry.rows
         drawn = random.Random(self._seed).choices(range(rows), k=max(0, sample))  # noqa: S311
         reader = RowReader(checkpoint, self._info.table) if checkpoint is not None else None
@@ -220,7 +221,9 @@ class _Walk:
         for row in sorted({0, rows - 1, *drawn}):
             number, inside = divmod(row, self._geometry.rows_per_page)
             faults = self._read(number, page)
-            self._count(number, faults)
+            if count_pages and number not in seen:
+                self._count(number, faults)
+                seen.add(number)
             if reader is None:
                 continue
             start = inside * self._geometry.stride

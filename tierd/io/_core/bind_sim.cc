@@ -58,13 +58,21 @@ void bind_sim(nb::module_& m) {
         .def("next", &SimRandom::next)
         .def("below", &SimRandom::below, "limit"_a, "0 .. limit - 1");
 
+    nb::class_<SimPower>(m, "SimPower", "The power of a simulated machine, shared by its devices.")
+        .def(nb::new_([] { return std::make_shared<SimPower>(); }))
+        .def("cut_after", &SimPower::cut_after, "operations"_a,
+             "Cut it right before that write or flush, counted from now.")
+        .def("cut_never", &SimPower::cut_never)
+        .def("restore", &SimPower::restore)
+        .def_prop_ro("cut", &SimPower::cut)
+        .def_prop_ro("operations", &SimPower::operations, "Writes and flushes so far.");
     nb::class_<SimDevice::Snapshot>(m, "SimSnapshot");
     nb::class_<SimDevice>(m, "SimDevice",
                           "A disk in memory with a volatile cache and seeded faults.\n\n"
                           "read, write, flush and discard return bytes or a negative errno;\n"
                           "-ESHUTDOWN once the power was cut.")
         .def(nb::new_(&make_sim_device), "bytes"_a, nb::kw_only(), "tables_start"_a,
-             "data_start"_a, "seed"_a)
+             "data_start"_a, "seed"_a, "power"_a)
         .def_prop_ro("bytes", &SimDevice::bytes)
         .def_prop_ro("fd", &SimDevice::fd, "A memfd of the same size, owned by the device.")
         .def("set_fault", &SimDevice::set_fault, "fault"_a, "zone"_a, "millionths"_a, "limit"_a,
@@ -78,12 +86,8 @@ void bind_sim(nb::module_& m) {
         }, "offset"_a, "source"_a)
         .def("flush", &SimDevice::flush)
         .def("discard", &SimDevice::discard, "offset"_a, "size"_a)
-        .def("cut_after", &SimDevice::cut_after, "operations"_a,
-             "Cut the power right before that write or flush, counted from now.")
-        .def("cut_never", &SimDevice::cut_never)
-        .def_prop_ro("cut", &SimDevice::cut)
-        .def_prop_ro("operations", &SimDevice::operations, "Writes and flushes so far.")
-        .def("power_up", &SimDevice::power_up, "loss"_a)
+        .def("settle", &SimDevice::settle, "loss"_a,
+             "After a power cut: decide what became of the unflushed writes.")
         .def_prop_ro("unflushed", &SimDevice::unflushed)
         .def("peek", [](const SimDevice& device, std::uint64_t offset, MutableBytes& target) {
             device.peek(offset, target.data(), target.size());
@@ -94,6 +98,9 @@ void bind_sim(nb::module_& m) {
         .def("damaged", [](const SimDevice& device, std::uint64_t page) {
             return device.damaged(page_number(device, page));
         }, "page"_a, "Whether a device page is known to differ from what was written, or is dead.")
+        .def("dead", [](const SimDevice& device, std::uint64_t page) {
+            return device.dead(page_number(device, page));
+        }, "page"_a, "Whether reads of the device page fail for ever.")
         .def("faulty_reads", [](const SimDevice& device, std::uint64_t page) {
             return device.faulty_reads(page_number(device, page));
         }, "page"_a, "Times that a read of the device page gave anything but its right bytes.")

@@ -23,7 +23,6 @@ namespace tierd {
 namespace {
 
 constexpr std::uint64_t kWakeData = 1ull << 40;  // the poll on the eventfd; reads carry their token
-constexpr std::uint32_t kSpareEntries = 4;       // the poll, and a timeout on kernels before 5.11
 
 std::string first_word_of(const char* path) {
     std::ifstream file(path);
@@ -86,7 +85,7 @@ class UringReader final : public Reader {
             io_uring_params params{};
             // Disabled until begin(): the thread that enables a single-issuer ring is its issuer.
             params.flags = flags | IORING_SETUP_R_DISABLED | IORING_SETUP_CLAMP;
-            error = -io_uring_queue_init_params(options.queue_depth + kSpareEntries, &ring_, &params);
+            error = -io_uring_queue_init_params(options.queue_depth, &ring_, &params);
             if (error == 0) {
                 open_ = true;
                 task_run_flag_ = (flags & IORING_SETUP_TASKRUN_FLAG) != 0;
@@ -262,7 +261,7 @@ class UringReader final : public Reader {
     io_uring_sqe* next_sqe() {
         io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
         if (sqe != nullptr) return sqe;
-        submit();  // never needed while callers keep to queue_depth; harmless if it is
+        submit();  // the ring has queue_depth entries, and the poll on the eventfd is one more
         sqe = io_uring_get_sqe(&ring_);
         if (sqe == nullptr) reader_fault("io_uring_get_sqe", ENOSPC);
         return sqe;

@@ -12,6 +12,7 @@
 #include <stdexcept>
 #include <string>
 #include <system_error>
+#include <utility>
 
 namespace tierd {
 namespace {
@@ -56,11 +57,12 @@ SimDevice::Mapping::Mapping(std::uint64_t size) : data(nullptr), bytes(size) {
 SimDevice::Mapping::~Mapping() { munmap(data, bytes); }
 
 SimDevice::SimDevice(std::uint64_t bytes, std::uint64_t tables_start, std::uint64_t data_start,
-                     std::uint64_t seed)
+                     std::uint64_t seed, std::shared_ptr<SimPower> power)
     : bytes_(bytes),
       tables_start_(tables_start),
       data_start_(data_start),
       random_(seed),
+      power_(std::move(power)),
       volatile_(bytes),
       durable_(bytes),
       older_(bytes),
@@ -113,7 +115,7 @@ std::uint32_t SimDevice::draw_delay(std::uint64_t offset) {
 // --- reading -------------------------------------------------------------------------------------
 
 std::int64_t SimDevice::read(std::uint64_t offset, std::uint8_t* target, std::uint64_t size) {
-    if (cut_) return -ESHUTDOWN;
+    if (power_->cut()) return -ESHUTDOWN;
     if (offset >= bytes_) return 0;
     size = std::min(size, bytes_ - offset);
     const std::uint64_t first = page_of(offset);
@@ -192,13 +194,6 @@ std::uint64_t SimDevice::misdirect(std::uint64_t offset, std::uint64_t size) {
 
 // --- writing -------------------------------------------------------------------------------------
 
-bool SimDevice::next_operation() {
-    if (!cut_ && operations_ == cut_at_) cut_ = true;
-    if (cut_) return false;
-    ++operations_;
-    return true;
-}
-
 void SimDevice::mark(std::vector<std::uint8_t>& flags, std::uint64_t offset, std::uint64_t size,
                      bool damaging) {
     for (std::uint64_t page = page_of(offset); page < pages_end(offset, size); ++page) {
@@ -236,7 +231,7 @@ void SimDevice::put_torn(std::uint64_t offset, const std::uint8_t* source, std::
 
 std::int64_t SimDevice::write(std::uint64_t offset, const std::uint8_t* source,
                               std::uint64_t size) {
-    if (!next_operation()) return -ESHUTDOWN;
+    if (!power_->take()) return -ESHUTDOWN;
     if (offset % kSectorBytes != 0 || size % kSectorBytes != 0) return -EINVAL;
     if (offset >= bytes_) return -ENOSPC;
     size = std::min(size, bytes_ - offset);
@@ -266,7 +261,7 @@ std::int64_t SimDevice::write(std::uint64_t offset, const std::uint8_t* source,
 }
 
 std::int64_t SimDevice::discard(std::uint64_t offset, std::uint64_t size) {
-    if (cut_) return -ESHUTDOWN;
+    if (power_->cut()) return -ESHUTDOWN;
     if (offset >= bytes_) return -EINVAL;
     size = std::min(size, bytes_ - offset);
     if (random_.one_in(3)) return 0;  // a hint that the disk does not take
@@ -287,7 +282,7 @@ void SimDevice::harden_torn(const Pending& write) {
 }
 
 std::int64_t SimDevice::flush() {
-    if (!next_operation()) return -ESHUTDOWN;
+    if (!power_->take()) return -ESHUTDOWN;
     if (draw(SimFault::flush_error, pending_.empty() ? 0 : pending_.back().offset)) {
         for (const Pending& write : pending_)
             if (random_.one_in(2)) harden(write);
@@ -298,7 +293,7 @@ std::int64_t SimDevice::flush() {
     return 0;
 }
 
-void SimDevice::power_up(SimLoss loss) {
+void SimDevice::settle(SimLoss loss) {
     std::size_t number = 0;
     for (const Pending& write : pending_) {
         const bool is_first = number == 0;
@@ -328,8 +323,6 @@ void SimDevice::power_up(SimLoss loss) {
             flags_[page] = durable_flags_[page];
     }
     pending_.clear();
-    cut_ = false;
-    cut_never();
 }
 
 // --- for checkers and tests ----------------------------------------------------------------------
@@ -361,8 +354,6 @@ void SimDevice::restore(const Snapshot& snapshot) {
     std::memcpy(volatile_.data, snapshot.durable.data(), bytes_);
     durable_flags_ = flags_ = snapshot.flags;
     std::fill(has_older_.begin(), has_older_.end(), std::uint8_t{0});
-    cut_ = false;
-    cut_never();
 }
 
 // --- by descriptor -------------------------------------------------------------------------------
@@ -386,10 +377,12 @@ std::shared_ptr<SimDevice> find_sim_device(int fd) {
 }
 
 std::shared_ptr<SimDevice> make_sim_device(std::uint64_t bytes, std::uint64_t tables_start,
-                                           std::uint64_t data_start, std::uint64_t seed) {
+                                           std::uint64_t data_start, std::uint64_t seed,
+                                           std::shared_ptr<SimPower> power) {
     if (bytes == 0 || bytes % kPageBytes != 0 || tables_start > data_start || data_start > bytes)
         throw std::invalid_argument("a simulated device has whole pages and zones in order");
-    auto device = std::make_shared<SimDevice>(bytes, tables_start, data_start, seed);
+    auto device = std::make_shared<SimDevice>(bytes, tables_start, data_start, seed,
+                                              std::move(power));
     const std::lock_guard lock(registry_mutex);
     std::erase_if(registry, [](const auto& entry) { return entry.second.expired(); });
     registry[inode_of(device->fd())] = device;

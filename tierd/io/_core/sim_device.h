@@ -77,11 +77,36 @@ enum class SimLoss : std::uint32_t {
     torn = 5,    // each is torn
 };
 
+// The machine's power, shared by its devices: counts their writes and flushes, and goes when told.
+class SimPower {
+  public:
+    // Right before write or flush number `operations` from now.
+    void cut_after(std::uint64_t operations) { cut_at_ = operations_ + operations; }
+    void cut_never() { cut_at_ = ~0ull; }
+    bool cut() const { return cut_; }
+    std::uint64_t operations() const { return operations_; }
+    // Counts one; false if the power is gone.
+    bool take() {
+        if (operations_ == cut_at_) cut_ = true;
+        if (!cut_) ++operations_;
+        return !cut_;
+    }
+    void restore() {
+        cut_ = false;
+        cut_never();
+    }
+
+  private:
+    std::uint64_t operations_ = 0;
+    std::uint64_t cut_at_ = ~0ull;
+    bool cut_ = false;
+};
+
 class SimDevice {
   public:
     // `bytes` is a multiple of 4,096; zones end at `tables_start`, `data_start` and `bytes`.
     SimDevice(std::uint64_t bytes, std::uint64_t tables_start, std::uint64_t data_start,
-              std::uint64_t seed);
+              std::uint64_t seed, std::shared_ptr<SimPower> power);
     ~SimDevice();
     SimDevice(const SimDevice&) = delete;
     SimDevice& operator=(const SimDevice&) = delete;
@@ -105,13 +130,8 @@ class SimDevice {
     // Turns by which a read's completion is to be delayed (a slow_read), mostly 0.
     std::uint32_t draw_delay(std::uint64_t offset);
 
-    // The power goes right before write or flush number `operations` from now; ~0: never.
-    void cut_after(std::uint64_t operations) { cut_at_ = operations_ + operations; }
-    void cut_never() { cut_at_ = ~0ull; }
-    bool cut() const { return cut_; }
-    std::uint64_t operations() const { return operations_; }
-    // The power comes back: unflushed writes are dealt with, reads and writes work again.
-    void power_up(SimLoss loss);
+    // After a power cut: decides what became of the unflushed writes.
+    void settle(SimLoss loss);
     std::size_t unflushed() const { return pending_.size(); }
 
     // For checkers and tests: what lies there without any fault, changing it, and what is known to
@@ -119,6 +139,7 @@ class SimDevice {
     void peek(std::uint64_t offset, std::uint8_t* target, std::uint64_t size) const;
     void poke(std::uint64_t offset, const std::uint8_t* source, std::uint64_t size);
     bool damaged(std::uint64_t page) const { return flags_[page] != 0; }
+    bool dead(std::uint64_t page) const { return (flags_[page] & kDead) != 0; }
     // Times that a read of this page gave anything but its right bytes.
     std::uint32_t faulty_reads(std::uint64_t page) const { return faulty_reads_[page]; }
     std::uint64_t count(SimFault fault, SimZone zone) const {
@@ -162,7 +183,6 @@ class SimDevice {
     bool draw(SimFault fault, std::uint64_t offset);
     void note(std::uint64_t page) { ++faulty_reads_[page]; }
     void scar(std::uint64_t page, std::uint8_t flag);
-    bool next_operation();
     void hurt_at_rest(std::uint64_t page);
     void hurt_in_flight(std::uint64_t page, std::uint64_t offset, std::uint8_t* target,
                         std::uint64_t size);
@@ -178,6 +198,7 @@ class SimDevice {
     const std::uint64_t tables_start_;
     const std::uint64_t data_start_;
     SimRandom random_;
+    const std::shared_ptr<SimPower> power_;
     int fd_ = -1;
     Mapping volatile_;
     Mapping durable_;
@@ -190,15 +211,13 @@ class SimDevice {
     std::array<std::array<Fault, kSimZones>, kSimFaults> faults_{};
     std::array<std::array<std::uint64_t, kSimZones>, kSimFaults> counts_{};
     std::array<std::uint64_t, kSimZones> scars_{};
-    std::uint64_t operations_ = 0;
-    std::uint64_t cut_at_ = ~0ull;
-    bool cut_ = false;
 };
 
 // The device whose fd() a descriptor was duplicated or reopened from, or null.
 std::shared_ptr<SimDevice> find_sim_device(int fd);
 // Makes a device and enters it where find_sim_device looks.
 std::shared_ptr<SimDevice> make_sim_device(std::uint64_t bytes, std::uint64_t tables_start,
-                                           std::uint64_t data_start, std::uint64_t seed);
+                                           std::uint64_t data_start, std::uint64_t seed,
+                                           std::shared_ptr<SimPower> power);
 
 }  // namespace tierd
