@@ -48,15 +48,8 @@ void Pump::run() noexcept {
     std::uint64_t quiet_since = monotonic_ns();
     while (!exit_.load(std::memory_order_acquire)) {
         const std::uint64_t now = monotonic_ns();
-<<<<<<< .merge_file_WEkX3j
-        if (round(now)) {
-            quiet_since = now;
-        } else if (now - quiet_since < spin_ns_) {
-=======
         const bool more = run_commands();
-        bool busy = reap(now);
-        busy |= look_at_rings(now);
-        busy |= issue(now);
+        const bool busy = work(now);
         if (more) continue;
         if (spin_ns_ == 0) {
             sleep();  // what was issued goes in with it, in one call
@@ -65,7 +58,6 @@ void Pump::run() noexcept {
         reader_->submit();
         if (busy) quiet_since = now;
         if (now - quiet_since < spin_ns_)
->>>>>>> .merge_file_s0XzLH
             relax_cpu();
         else
             sleep();
@@ -74,23 +66,22 @@ void Pump::run() noexcept {
     save_cpu_times();
 }
 
-bool Pump::round(std::uint64_t now_ns) {
-    bool busy = run_commands();
+bool Pump::work(std::uint64_t now_ns) {
+    bool busy = reap(now_ns);
     busy |= look_at_rings(now_ns);
     busy |= issue(now_ns);
-    if (spin_ns_ != 0) reader_->submit();  // else they go in with the wait, in one call
-    busy |= reap();
     return busy;
 }
 
 void Pump::turn() {
     if (!simulated_) throw std::runtime_error("only a simulated pump is turned by hand");
     ++turns_;
-    if (!stopped_) round(turn_ns());
+    if (stopped_) return;
+    run_commands();
+    work(turn_ns());
 }
 
 std::uint64_t Pump::turn_ns() const { return turns_ * kSimTurnNs; }
-std::uint64_t Pump::now_ns() const { return simulated_ ? turn_ns() : monotonic_ns(); }
 
 void Pump::prepare_thread() {
     pthread_setname_np(pthread_self(), "tierd-pump");
@@ -229,10 +220,6 @@ Read Pump::prepare(std::uint32_t token, std::uint64_t now_ns) {
 bool Pump::reap(std::uint64_t now_ns) {
     const std::size_t n = reader_->reap(done_.data(), done_.size());
     if (n == 0) return false;
-<<<<<<< .merge_file_WEkX3j
-    const std::uint64_t now = now_ns();
-=======
->>>>>>> .merge_file_s0XzLH
     counts_.in_flight -= static_cast<std::uint32_t>(n);
     counts_.reads += n;
     for (std::size_t i = 0; i < n; ++i) {

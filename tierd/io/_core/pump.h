@@ -149,8 +149,7 @@ class Pump : public Driver {
 
     // --- data path (pump.cc), the pump's thread only ---------------------------------------------
     void run() noexcept;
-    bool round(std::uint64_t now_ns);
-    std::uint64_t now_ns() const;
+    bool work(std::uint64_t now_ns);
     void prepare_thread();
     void save_cpu_times();
     bool run_commands();

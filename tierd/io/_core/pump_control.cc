@@ -189,7 +189,7 @@ void Pump::call(const Step& step) {
     std::unique_lock lock(command_mutex_);
     if (!running_) {
         while (step() != Progress::finished)
-            if (simulated_) round(turn_ns());
+            if (simulated_) work(turn_ns());
         return;
     }
     Command command{step};
