@@ -111,6 +111,7 @@ class Ring:
     image: StoredImage
     known: Known
     number: int
+    control: NDArray[np.uint8]
     twin: Any = None
     raw: Any = None
     faulty: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -129,6 +130,12 @@ class Ring:
 
     def driven_by(self, pump: Any) -> None:
         (self.twin or self.raw).drive(pump)
+
+    def idle(self) -> bool:
+        """Whether every request is answered and retired."""
+        doorbell, retired = (int(self.control[64 * line : 64 * line + 4].view(np.uint32)[0])
+                             for line in (0, 1))  # fmt: skip
+        return doorbell == retired
 
     def watch(self, pages: NDArray[Any]) -> None:
         """Remember how often these pages' reads were faulty before they are read now."""
@@ -173,7 +180,9 @@ class Client:
         self.rings: list[Ring] = []
         caches: dict[int, Any] = {}
         for number, (store, image, known) in enumerate(wanted):
-            ring = Ring(store, host.natives[store], image, known, number)
+            ring = Ring(
+                store, host.natives[store], image, known, number, self.channel.control(number)
+            )
             if chance.random() < raw_share:
                 ring.raw = _core.RingClient(self.channel, number, -1)
             else:

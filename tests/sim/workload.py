@@ -310,7 +310,7 @@ def _settle_all(world: World, client: Client) -> None:
                     break
         else:
             _gather(world, ring)
-        if not ring.outstanding:
+        if ring.idle():
             ring.faulty.clear()
 
 

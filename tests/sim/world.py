@@ -296,7 +296,10 @@ class World:
         right = right_pages(known, self.peek(number, image))
         for page, place in places(image):
             if not right[page] and not native.damaged(place):
-                raise Violation("durability", f"{image.name}: page {page} is not what was staged")
+                raise Violation(
+                    "durability",
+                    f"device {number}, {image.name}: page {page} is not what was staged",
+                )
 
     def peek(self, number: int, image: StoredImage) -> Any:
         """All pages of an image as they lie on the device, uint8 [pages, 4096]."""

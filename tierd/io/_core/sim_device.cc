@@ -279,6 +279,7 @@ void SimDevice::harden_torn(const Pending& write) {
     for (std::size_t at = 0; at < write.data.size(); at += kSectorBytes)
         if (random_.one_in(2))
             std::memcpy(durable_.data + write.offset + at, write.data.data() + at, kSectorBytes);
+    if (write.damaging) mark(durable_flags_, write.offset, write.data.size(), true);
 }
 
 std::int64_t SimDevice::flush() {
