@@ -14,11 +14,15 @@ ZONES = tuple(zone.name for zone in _core.SimZone)
 WRITES = frozenset(
     {"write_error", "lost_write", "torn_write", "misdirected_write", "flush_error"}
 )
+PASSING = frozenset(
+    {"short_read", "read_error", "misdirected_read", "stale_read", "flipped_read"}
+)
 # Millionths of a zone's operations, low and high. A run has hundreds of reads of data, and a few
 # tens of any other operation.
 RATES = {"data reads": (2_000, 100_000), "others": (20_000, 300_000)}
 DATA_LIMIT = 4  # of one kind, on one device
-META_LIMIT = 1  # the store promises to survive one fault at a time in roots and tables
+META_LIMIT = 1  # of one kind in roots, and one in tables
+META_READS_MAX = 3  # kinds of passing faults in each; the store reads again more often than that
 QUIET_SHARE = 0.1  # runs with power cuts only
 DATA_SHARE, META_SHARE = 0.3, 0.15  # how likely a kind is on
 
@@ -27,10 +31,15 @@ def arm(native: Any, chance: random.Random) -> None:
     """Set a device's faults for this run."""
     if chance.random() < QUIET_SHARE:
         return
-    for kind in KINDS:
+    passing = dict.fromkeys(ZONES, 0)
+    for kind in chance.sample(KINDS, len(KINDS)):
         for zone in ZONES:
             if chance.random() >= (DATA_SHARE if zone == "data" else META_SHARE):
                 continue
+            if zone != "data" and kind in PASSING:
+                passing[zone] += 1
+                if passing[zone] > META_READS_MAX:
+                    continue
             reads = kind not in WRITES and zone == "data"
             low, high = RATES["data reads" if reads else "others"]
             rate = round(low * (high / low) ** chance.random())

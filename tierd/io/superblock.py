@@ -40,8 +40,9 @@ TABLE_FORMAT = "tierd extent table"
 _ROOT = struct.Struct("<8sIIQ16sQQQQQI")
 _TAIL = struct.Struct("<8sI")
 _TAIL_OFFSET = ROOT_BYTES - _TAIL.size
-_ATTEMPTS = 3  # to read a root or table that is not right, to write one that is not there
+_READS = 5  # of a root or table that is not right
 _LOOKS = 2  # at a root that is right: an old content that a disk returns once is right, too
+_WRITES = 3  # of what does not read back
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -345,7 +346,7 @@ def store(device: Device, root: Root, data: bytes) -> None:
 def _write_surely(device: Device, offset: int, data: NDArray[np.uint8]) -> None:
     """Write, flush and read back; again if it is not there."""
     back = aligned_buffer(data.size)
-    for _ in range(_ATTEMPTS):
+    for _ in range(_WRITES):
         device.write(offset, data)
         device.flush()
         with contextlib.suppress(DeviceError):
@@ -360,17 +361,17 @@ def _write_surely(device: Device, offset: int, data: NDArray[np.uint8]) -> None:
 
 def _find_root(device: Device, slot: int) -> Root | str:
     """Return the newest whole root that a few looks at a slot find, or what was wrong."""
-    newest: Root | None = None
+    whole: list[Root] = []
     fault = ""
-    for look in range(_ATTEMPTS):
+    for _ in range(_READS):
         found = _read_root(device, slot)
         if isinstance(found, str):
             fault = found
-        elif newest is None or found.sequence > newest.sequence:
-            newest = found
-        if newest is not None and look + 1 >= _LOOKS:
+            continue
+        whole.append(found)
+        if len(whole) == _LOOKS:
             break
-    return newest or fault
+    return max(whole, key=lambda root: root.sequence, default=fault)
 
 
 def _read_root(device: Device, slot: int) -> Root | str:
@@ -386,7 +387,7 @@ def _read_root(device: Device, slot: int) -> Root | str:
 
 def _find_table(device: Device, root: Root) -> ExtentTable | str:
     found: ExtentTable | str = ""
-    for _ in range(_ATTEMPTS):
+    for _ in range(_READS):
         found = _read_table(device, root)
         if isinstance(found, ExtentTable):
             break
