@@ -233,8 +233,9 @@ class World:
         else:
             if change.states:
                 model.state = change.states[-1]
-            if faults.marks(native) == marks:
-                model.marks = marks
+                model.history += change.states[:-1]
+                if faults.marks(native) == marks:
+                    model.marks = marks
             self.resolve(number)
         finally:
             self.host.power.cut_never()
@@ -275,6 +276,11 @@ class World:
         self.log(f"device {number} went back: {store.note}")
         self.count("went back")
         model.used.clear()
+        for image in store.images:  # its extents may have been given up in the meantime
+            right = right_pages(older.images[image.name], self.peek(number, image))
+            for page, where in places(image):
+                if not right[page]:
+                    self.host.natives[number].condemn(where)
         return older
 
     def _learn(self, model: StoreModel, state: State, store: Store) -> None:

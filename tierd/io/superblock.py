@@ -303,11 +303,11 @@ def load(device: Device) -> Loaded | None:
     candidates: list[Root] = []
     faults: list[str] = []
     for slot in (0, 1):
-        found = _find_root(device, slot)
-        if isinstance(found, Root):
+        found, fault = _find_root(device, slot)
+        if found is not None:
             candidates.append(found)
-        else:
-            faults.append(f"root {'AB'[slot]}: {found}")
+        if fault:
+            faults.append(f"root {'AB'[slot]}: {fault}")
     highest = max((root.sequence for root in candidates), default=0)
     for root in sorted(candidates, key=lambda root: -root.sequence):
         if root.device_bytes > device.size:
@@ -359,8 +359,8 @@ def _write_surely(device: Device, offset: int, data: NDArray[np.uint8]) -> None:
     )
 
 
-def _find_root(device: Device, slot: int) -> Root | str:
-    """Return the newest whole root that a few looks at a slot find, or what was wrong."""
+def _find_root(device: Device, slot: int) -> tuple[Root | None, str]:
+    """Return the newest whole root that a few looks at a slot find, and what was wrong if any."""
     whole: list[Root] = []
     fault = ""
     for _ in range(_READS):
@@ -371,7 +371,7 @@ def _find_root(device: Device, slot: int) -> Root | str:
         whole.append(found)
         if len(whole) == _LOOKS:
             break
-    return max(whole, key=lambda root: root.sequence, default=fault)
+    return max(whole, key=lambda root: root.sequence, default=None), fault
 
 
 def _read_root(device: Device, slot: int) -> Root | str:

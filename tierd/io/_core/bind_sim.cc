@@ -98,6 +98,9 @@ void bind_sim(nb::module_& m) {
         .def("damaged", [](const SimDevice& device, std::uint64_t page) {
             return device.damaged(page_number(device, page));
         }, "page"_a, "Whether a device page is known to differ from what was written, or is dead.")
+        .def("condemn", [](SimDevice& device, std::uint64_t page) {
+            device.condemn(page_number(device, page));
+        }, "page"_a, "Count a device page as damaged from now on, until it is written.")
         .def("dead", [](const SimDevice& device, std::uint64_t page) {
             return device.dead(page_number(device, page));
         }, "page"_a, "Whether reads of the device page fail for ever.")

@@ -137,6 +137,7 @@ class SimDevice {
     // For checkers and tests: what lies there without any fault, changing it, and what is known to
     // be wrong with a page.
     void peek(std::uint64_t offset, std::uint8_t* target, std::uint64_t size) const;
+    void condemn(std::uint64_t page) { flags_[page] = durable_flags_[page] = kRotten; }
     void poke(std::uint64_t offset, const std::uint8_t* source, std::uint64_t size);
     bool damaged(std::uint64_t page) const { return flags_[page] != 0; }
     bool dead(std::uint64_t page) const { return (flags_[page] & kDead) != 0; }
