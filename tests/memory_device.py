@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,6 +11,7 @@ from tierd.errors import DeviceError
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Iterable
 
     from numpy.typing import NDArray
 
@@ -53,6 +55,10 @@ class MemoryDevice:
 
     def leased_ranges(self, offset: int, end: int) -> list[tuple[int, int]]:
         return [(max(a, offset), min(b, end)) for a, b in self.leases if a < end and b > offset]
+
+    def readonly_fd(self, lease: Iterable[tuple[int, int]] = ()) -> int:
+        """A descriptor that leads nowhere: nobody reads a device in memory through one."""
+        return os.open(os.devnull, os.O_RDONLY)
 
     def close(self) -> None:
         pass

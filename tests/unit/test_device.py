@@ -78,7 +78,7 @@ def test_a_file_is_a_device(path: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("missing", "no such device or file; run: tierd init"),
+        ("missing", "no such device or file; run: tierd format"),
         ("", "neither a block device nor a file"),
         ("pipe", "neither a block device nor a file"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import random
 import shutil
@@ -161,7 +162,7 @@ def test_format_refuses_what_others_wrote(path: str, name: str, offset: int, mag
     content = bytearray(8 * MIB)
     content[offset : offset + len(magic)] = magic
     Path(path).write_bytes(content)
-    with pytest.raises(DeviceForeignError, match=f"{name}.*run: tierd init --force {path}"):
+    with pytest.raises(DeviceForeignError, match=f"{name}.*run: tierd format {path} --force"):
         Store.format(path)
     with pytest.raises(DeviceForeignError, match="names /dev/other"):
         Store.format(path, force="/dev/other")
@@ -193,7 +194,7 @@ def test_format_refuses_a_store_that_has_images(path: str) -> None:
 
 def test_open_refuses_what_was_never_formatted(path: str) -> None:
     Path(path).write_bytes(bytes(8 * MIB))
-    with pytest.raises(DeviceForeignError, match=f"is empty; run: tierd init {path}"):
+    with pytest.raises(DeviceForeignError, match=f"is empty; run: tierd format {path}"):
         Store.open(path)
     Path(path).write_bytes(bytes(0x438) + b"\x53\xef" + bytes(8 * MIB))
     with pytest.raises(DeviceForeignError, match="holds an ext2/3/4 file system"):
@@ -295,7 +296,7 @@ def test_both_roots_lost_is_damage_not_an_empty_device(two_states, how: str) -> 
         bad[place] ^= 0xFF
         if how == "zeroed roots":
             bad[place : place + PAGE_BYTES] = bytes(PAGE_BYTES)
-    with pytest.raises(DeviceDamagedError, match=r"memory: neither root.*run: tierd init --force"):
+    with pytest.raises(DeviceDamagedError, match=r"memory: neither root.*run: tierd format memory"):
         reopened(bad)
 
 
@@ -308,6 +309,25 @@ def test_a_newer_format_is_refused_whole(two_states) -> None:
     copy[place + PAGE_BYTES - 4 : place + PAGE_BYTES] = struct.pack("<I", superblock.crc(body))
     with pytest.raises(DeviceVersionError, match="format 2, this tierd knows up to 1"):
         reopened(copy)
+
+
+def test_a_roots_bytes_are_those_of_the_format_page(two_states) -> None:
+    medium, _, _, root = two_states
+    place = ROOT_OFFSETS[root.slot]
+    raw = medium[place : place + PAGE_BYTES]
+    words = struct.unpack_from("<8sIIQ16sQQQQQI", raw)
+    assert words[:4] == (b"TIERDVOL", 1, 512, root.sequence)
+    assert words[4:7] == (root.uuid.bytes, place, 8 * MIB)
+    assert words[7:] == (root.table_offset, root.table_bytes, 512 << 10, root.table_crc)
+    assert raw[84:4084] == bytes(4000)
+    assert raw[4084:4092] == b"TIERDVOL"
+    assert ROOT_OFFSETS == (0, 65536)
+    table = json.loads(medium[root.table_offset : root.table_offset + root.table_bytes])
+    assert list(table) == [
+        "format", "uuid", "sequence", "images", "parts", "placements", "identities",
+    ]  # fmt: skip
+    assert list(table["images"][0]) == ["info", "state", "devices", "extents"]
+    assert table["images"][0]["extents"] == [[0, 600, 512]]
 
 
 def test_a_root_at_the_other_roots_place_is_not_believed(two_states) -> None:
@@ -468,7 +488,7 @@ def test_replacing_frees_the_old_extents_only_after_the_commit(path: str) -> Non
 def test_unknown_image_lists_near_names(path: str) -> None:
     with Store.format(path, size=SIZE) as store:
         put(store, "layers.1.engram", 1)
-        with pytest.raises(ImageError, match=r"near names: m/layers.1.engram; run: tierd images"):
+        with pytest.raises(ImageError, match=r"near names: m/layers.1.engram; run: tierd im"):
             store.image("m/layers.1.engra")
         with pytest.raises(ImageError):
             store.delete_image("m/none")
@@ -545,7 +565,7 @@ def test_what_a_reader_holds_is_neither_deleted_nor_reused(path: str) -> None:
         image = put(store, "t", 1024)
         other = put(store, "u", 10)
         fd = store.reader_fd([image])
-        with pytest.raises(DeviceBusyError, match=r"attached by an engine.*run: tierd clients"):
+        with pytest.raises(DeviceBusyError, match=r"attached by an engine.*run: tierd status"):
             store.delete_image("m/t")
         store.delete_image("m/u")
         replaced = put(store, "t", 1024)

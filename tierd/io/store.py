@@ -138,7 +138,7 @@ class Store:
             content = signatures.find_content(device)
             what = f"holds {content}" if content else "is empty"
             raise DeviceForeignError(
-                f"{device.path} is no tierd store, it {what}; run: tierd init {device.path}"
+                f"{device.path} is no tierd store, it {what}; run: tierd format {device.path}"
             )
         return cls(device, loaded)
 
@@ -195,7 +195,7 @@ class Store:
             hint = f"; near names: {', '.join(near)}" if near else ""
             raise ImageError(
                 f"no image {name!r} on {self.device.path} ({len(self._table.images)} images)"
-                f"{hint}; run: tierd images"
+                f"{hint}; run: tierd images --device {self.device.path}"
             )
         return found
 
@@ -251,7 +251,7 @@ class Store:
         return DeviceTooSmallError(
             f"{self.device.path} has {have * PAGE_BYTES} bytes free, the tables need "
             f"{pages * PAGE_BYTES} ({(pages - have) * PAGE_BYTES} more); delete an image or use a "
-            "larger device; run: tierd images"
+            f"larger device; run: tierd images --device {self.device.path}"
         )
 
     def _free(self) -> list[tuple[int, int]]:
@@ -282,7 +282,7 @@ class Store:
                     raise ImageError(
                         f"image {image.name} generation {image.info.generation} on "
                         f"{self.device.path} was deleted or replaced; attach again; "
-                        "run: tierd images"
+                        f"run: tierd images --device {self.device.path}"
                     )
             return self.device.readonly_fd(ranges)
 
@@ -347,7 +347,7 @@ class Store:
             if self._is_leased(image.extents):
                 raise DeviceBusyError(
                     f"image {name} on {self.device.path} is attached by an engine, so it cannot "
-                    "be deleted; stop the engine first; run: tierd clients"
+                    "be deleted; stop the engine first; run: tierd status"
                 )
             images = {key: value for key, value in self._table.images.items() if key != name}
             placements = {k: v for k, v in self._table.placements.items() if k != name}
@@ -392,7 +392,8 @@ class Store:
         if len(data) > self._areas.table_bytes:
             raise DeviceError(
                 f"{self.device.path}: the extent table would have {len(data)} bytes, there is room "
-                f"for {self._areas.table_bytes}; delete images; run: tierd images"
+                f"for {self._areas.table_bytes}; delete images; "
+                f"run: tierd images --device {self.device.path}"
             )
         used = 0 if self._root.table_offset == self._areas.table_offset(0) else 1
         root = dataclasses.replace(
@@ -469,7 +470,8 @@ def _make_file(path: str, size: int | None) -> bool:
     except FileNotFoundError:
         if size is None:
             raise DeviceError(
-                f"{path} does not exist; a new file needs a size; run: tierd init {path} --size 64G"
+                f"{path} does not exist, and a new file needs a size; "
+                f"run: tierd format {path} --size 64GiB"
             ) from None
         info = None
     except OSError as error:
@@ -527,7 +529,7 @@ def _refuse_content(device: Device, path: str, force: str | None) -> None:
     if device.leased_ranges(0, device.size):
         raise DeviceBusyError(
             f"{path} is still read by an engine that attached to its images; stop the engine "
-            "first; run: tierd clients"
+            "first; run: tierd status"
         )
     content = signatures.find_content(device)
     if content is None:
@@ -539,7 +541,7 @@ def _refuse_content(device: Device, path: str, force: str | None) -> None:
     given = f" (--force names {force}, which is not this device)" if force is not None else ""
     raise DeviceForeignError(
         f"{path} holds {content}, which would be lost{given}; if that is what you want, "
-        f"run: tierd init --force {path} {path}"
+        f"run: tierd format {path} --force {path}"
     )
 
 

@@ -70,7 +70,7 @@ def find_tables(checkpoint: Checkpoint, *, tensors: Sequence[str] = ()) -> list[
             f"no table among the {len(checkpoint.tensors)} tensors of {checkpoint.path}: none is "
             f"called like {', '.join(_PATTERNS[:3:2])} or embed_tokens_per_layer.weight"
             f"{_near(checkpoint.tensors, _PATTERNS)}; to stage a tensor by its name, "
-            f"run: tierd stage {checkpoint.path} --tensor NAME"
+            f"run: tierd stage {checkpoint.path} --device DEVICE --tensor NAME"
         )
     owners: dict[str, TableSpec] = {}
     for spec in specs:
@@ -80,7 +80,7 @@ def find_tables(checkpoint: Checkpoint, *, tensors: Sequence[str] = ()) -> list[
             raise UnsupportedTableError(
                 f"{checkpoint.path} holds two tables for {spec.name} ({other.tensors[0]} and "
                 f"{spec.tensors[0]}); name the one to stage; "
-                f"run: tierd stage {checkpoint.path} --tensor {spec.tensors[0]}"
+                f"run: tierd stage {checkpoint.path} --device DEVICE --tensor {spec.tensors[0]}"
             )
     return sorted(specs, key=lambda spec: (spec.layer, spec.name))
 
@@ -266,7 +266,7 @@ def _find_per_layer(checkpoint: Checkpoint) -> list[TableSpec]:
         names = ", ".join(ref.name for ref in refs)
         raise UnsupportedTableError(
             f"{checkpoint.path} holds several per-layer tables ({names}); name the one to stage; "
-            f"run: tierd stage {checkpoint.path} --tensor {refs[0].name}"
+            f"run: tierd stage {checkpoint.path} --device DEVICE --tensor {refs[0].name}"
         )
     ref = refs[0]
     _require(ref, "BF16", "[vocabulary, layers * dim]", len(ref.shape) == 2)

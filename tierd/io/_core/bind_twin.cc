@@ -172,6 +172,9 @@ void bind_twin(nb::module_& m) {
              "From now on waits turn this simulated pump instead of sleeping.")
         .def("set_quota", &TwinTable::set_quota, "ways"_a,
              "Ways per set that the table may hold; nothing is flushed.")
+        .def("set_timeout", &TwinTable::set_timeout, "timeout_ns"_a,
+             nb::call_guard<nb::gil_scoped_release>(),
+             "The most that one kick or gather waits for the servers, from the next call on.")
         .def("stats", &stats_of, "The ring's counters (RingStats) by name.");
 }
 
