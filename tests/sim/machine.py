@@ -29,7 +29,7 @@ NO_SLOT = 0xFFFFFFFF
 class Daemon:
     """Stores held exclusively and one pump, wired as the data plane does it."""
 
-    def __init__(self, host: SimulatedHost, chance: random.Random) -> None:
+    def __init__(self, host: SimulatedHost, chance: random.Random, crc_sample: int) -> None:
         """Open every device; DeviceError if one refuses, and then nothing stays open."""
         self.stores: list[Store] = []
         self._tables: dict[tuple[int, int], int] = {}
@@ -41,7 +41,7 @@ class Daemon:
         self.pump = _core.Pump(
             transport="simulated",
             queue_depth=chance.choice((1, 3, 8, 32)),
-            crc_sample=chance.choice((0, 1, 4, 16)),
+            crc_sample=crc_sample,
             seed=chance.getrandbits(64),
         )
         self._devices = []

@@ -150,12 +150,18 @@ def right_pages(known: Known, pages: NDArray[np.uint8]) -> NDArray[np.bool_]:
     padded[: len(rows)] = rows
     found = pages[:, : per_page * stride].reshape(len(pages), per_page, stride)[:, :, :row_bytes]
     right = (found == padded.reshape(len(pages), per_page, row_bytes)).all(axis=(1, 2))
-    image_id, generation = known.identity
     for number in np.flatnonzero(right):
-        count = min(per_page, len(rows) - int(number) * per_page)
-        trailer = struct.pack("<IHHQQI", 0x50445254, 1, count, image_id, int(number), generation)
-        right[number] = pages[number, -32:-4].tobytes() == trailer
+        right[number] = pages[number, -32:-4].tobytes() == trailer_of(known, int(number))
     return right
+
+
+def trailer_of(known: Known, page: int) -> bytes:
+    """The 28 bytes before a page's checksum."""
+    assert known.identity is not None
+    per_page = (PAGE_BYTES - 32) // (-(-known.rows.shape[1] // 4) * 4 + 4)
+    count = min(per_page, len(known.rows) - page * per_page)
+    image_id, generation = known.identity
+    return struct.pack("<IHHQQI", 0x50445254, 1, count, image_id, page, generation)
 
 
 def places(image: StoredImage) -> Iterator[tuple[int, int]]:

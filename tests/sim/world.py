@@ -54,6 +54,7 @@ class World:
 
     Attributes:
         chance: every decision of this run.
+        crc_sample: one page in so many has its checksum looked at by the pump; 0 for none.
         events: what happened, in order; the same for the same seed.
         daemon: the running one, or None between a kill and a restart.
     """
@@ -65,6 +66,7 @@ class World:
         self.models = [StoreModel() for _ in host.natives]
         self.events: list[str] = []
         self.daemon: Daemon | None = None
+        self.crc_sample = chance.choice((0, 1, 4, 16))
         self.clients: list[Client] = []
         self.counters: dict[str, int] = {}
         for path in host.paths:
@@ -109,7 +111,7 @@ class World:
                 self._mend()
             before = self.faults_so_far()
             try:
-                self.daemon = Daemon(self.host, self.chance)
+                self.daemon = Daemon(self.host, self.chance, self.crc_sample)
             except DeviceError as error:
                 self.log(f"start failed: {error}")
                 self.count("start failed")
