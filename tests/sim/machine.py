@@ -166,7 +166,7 @@ class Client:
         wanted: list[tuple[int, StoredImage, Known]],
         chance: random.Random,
         *,
-        raw_share: float = 0.3,
+        raw_share: float = 0.5,
     ) -> None:
         """Attach to images, given as (store number, image, what the model knows).
 

@@ -11,6 +11,7 @@ import numpy as np
 from tests.sim import faults, pool
 from tests.sim.machine import NO_SLOT, TURN_NS, Client, Ring
 from tests.sim.model import Known, Violation, packed, trailer_of
+from tests.sim.model import places as model_places
 from tierd.errors import (
     DeviceBusyError,
     DeviceError,
@@ -140,10 +141,15 @@ def _any_image(world: World) -> tuple[int, str] | None:
 
 
 def scrub(world: World) -> None:
-    """Verify an image in full."""
+    """Verify an image in full, perhaps after a bit of it has rotted."""
     found = _any_image(world)
-    if found is not None:
-        verify(world, *found, world.chance.random() < 0.5)
+    if found is None:
+        return
+    number, name = found
+    if world.chance.random() < 0.3:
+        places = [place for _, place in model_places(world.running().stores[number].image(name))]
+        world.host.natives[number].rot(world.chance.choice(places))
+    verify(world, number, name, world.chance.random() < 0.5)
 
 
 def verify(world: World, number: int, name: str, compare: bool) -> None:

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 DEVICES_MAX = 3
 UNITS = (24, 64)  # data units of a device, low and high
 OPEN_ATTEMPTS = 4  # with faults on; then the operator mends what can be mended
-CUT_SHARE = 0.15  # of the changes to a store are cut off
+CUT_SHARE = 0.25  # of the changes to a store are cut off
 POWER_SHARE = 0.6  # of the cuts take the whole machine down, others the daemon alone
-LOSSES = ("random", "random", "random", "all", "none", "first", "last", "torn")
+LOSSES = ("random", "random", "random", "torn", "torn", "torn", "all", "none", "first", "last")
 
 
 @dataclasses.dataclass
@@ -214,7 +214,10 @@ class World:
         change = Change(states)
         before, marks = self.faults_so_far(), faults.marks(native)
         if self.chance.random() < CUT_SHARE:
-            self.host.power.cut_after(self.chance.randint(0, 14))
+            if self.chance.random() < 0.5:
+                self.host.power.cut_after(self.chance.randint(0, 14))
+            else:
+                self.host.power.cut_after_flushes(self.chance.randint(0, 7))
         try:
             yield change
         except PowerCut:

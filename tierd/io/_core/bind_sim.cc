@@ -62,6 +62,8 @@ void bind_sim(nb::module_& m) {
         .def(nb::new_([] { return std::make_shared<SimPower>(); }))
         .def("cut_after", &SimPower::cut_after, "operations"_a,
              "Cut it right before that write or flush, counted from now.")
+        .def("cut_after_flushes", &SimPower::cut_after_flushes, "flushes"_a,
+             "Cut it right before that flush, counted from now.")
         .def("cut_never", &SimPower::cut_never)
         .def("restore", &SimPower::restore)
         .def_prop_ro("cut", &SimPower::cut)
@@ -98,6 +100,9 @@ void bind_sim(nb::module_& m) {
         .def("damaged", [](const SimDevice& device, std::uint64_t page) {
             return device.damaged(page_number(device, page));
         }, "page"_a, "Whether a device page is known to differ from what was written, or is dead.")
+        .def("rot", [](SimDevice& device, std::uint64_t page) {
+            device.rot(page_number(device, page));
+        }, "page"_a, "Flip one bit of a device page at rest.")
         .def("condemn", [](SimDevice& device, std::uint64_t page) {
             device.condemn(page_number(device, page));
         }, "page"_a, "Count a device page as damaged from now on, until it is written.")

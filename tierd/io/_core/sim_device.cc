@@ -148,14 +148,16 @@ void SimDevice::hurt_at_rest(std::uint64_t page) {
         scar(page, kDead);
         durable_flags_[page] |= kDead;
     }
-    if (draw(SimFault::rotten_page, start)) {
-        const std::uint64_t byte = start + random_.below(kPageBytes);
-        const auto bit = static_cast<std::uint8_t>(1u << random_.below(8));
-        volatile_.data[byte] ^= bit;
-        durable_.data[byte] ^= bit;
-        scar(page, kRotten);
-        durable_flags_[page] |= kRotten;
-    }
+    if (draw(SimFault::rotten_page, start)) rot(page);
+}
+
+void SimDevice::rot(std::uint64_t page) {
+    const std::uint64_t byte = page * kPageBytes + random_.below(kPageBytes);
+    const auto bit = static_cast<std::uint8_t>(1u << random_.below(8));
+    volatile_.data[byte] ^= bit;
+    durable_.data[byte] ^= bit;
+    scar(page, kRotten);
+    durable_flags_[page] |= kRotten;
 }
 
 // Faults of one page's bytes on their way: the part of it that was asked for is what changes.
@@ -179,15 +181,14 @@ void SimDevice::hurt_in_flight(std::uint64_t page, std::uint64_t offset, std::ui
     }
 }
 
-// Another place of `size` bytes: mostly a near one, sometimes anywhere on the device.
+// Another place of `size` bytes: a near one, the same place in a near stripe, or anywhere.
 std::uint64_t SimDevice::misdirect(std::uint64_t offset, std::uint64_t size) {
     const std::uint64_t page = page_of(offset);
     const std::uint64_t last = page_of(bytes_ - size);
-    std::uint64_t other = random_.below(last + 1);
-    if (!random_.one_in(4)) {
-        const std::uint64_t low = page > kNeighbours ? page - kNeighbours : 0;
-        other = std::min(last, low + random_.below(2 * kNeighbours + 1));
-    }
+    const std::uint64_t step = random_.one_in(2) ? kNeighbours : 1;
+    const std::uint64_t low = page > kNeighbours * step ? page - kNeighbours * step : page % step;
+    std::uint64_t other = std::min(last, low + step * random_.below(2 * kNeighbours + 1));
+    if (random_.one_in(4)) other = random_.below(last + 1);
     if (other == page) other = page == last ? 0 : page + 1;
     return other * kPageBytes;
 }
@@ -231,7 +232,7 @@ void SimDevice::put_torn(std::uint64_t offset, const std::uint8_t* source, std::
 
 std::int64_t SimDevice::write(std::uint64_t offset, const std::uint8_t* source,
                               std::uint64_t size) {
-    if (!power_->take()) return -ESHUTDOWN;
+    if (!power_->take(false)) return -ESHUTDOWN;
     if (offset % kSectorBytes != 0 || size % kSectorBytes != 0) return -EINVAL;
     if (offset >= bytes_) return -ENOSPC;
     size = std::min(size, bytes_ - offset);
@@ -283,7 +284,7 @@ void SimDevice::harden_torn(const Pending& write) {
 }
 
 std::int64_t SimDevice::flush() {
-    if (!power_->take()) return -ESHUTDOWN;
+    if (!power_->take(true)) return -ESHUTDOWN;
     if (draw(SimFault::flush_error, pending_.empty() ? 0 : pending_.back().offset)) {
         for (const Pending& write : pending_)
             if (random_.one_in(2)) harden(write);

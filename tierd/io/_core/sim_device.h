@@ -80,16 +80,19 @@ enum class SimLoss : std::uint32_t {
 // The machine's power, shared by its devices: counts their writes and flushes, and goes when told.
 class SimPower {
   public:
-    // Right before write or flush number `operations` from now.
+    // Right before write or flush number `operations` from now, or before flush number `flushes`.
     void cut_after(std::uint64_t operations) { cut_at_ = operations_ + operations; }
-    void cut_never() { cut_at_ = ~0ull; }
+    void cut_after_flushes(std::uint64_t flushes) { cut_at_flush_ = flushes_ + flushes; }
+    void cut_never() { cut_at_ = cut_at_flush_ = ~0ull; }
     bool cut() const { return cut_; }
     std::uint64_t operations() const { return operations_; }
     // Counts one; false if the power is gone.
-    bool take() {
-        if (operations_ == cut_at_) cut_ = true;
-        if (!cut_) ++operations_;
-        return !cut_;
+    bool take(bool flush) {
+        if (operations_ == cut_at_ || (flush && flushes_ == cut_at_flush_)) cut_ = true;
+        if (cut_) return false;
+        ++operations_;
+        flushes_ += flush;
+        return true;
     }
     void restore() {
         cut_ = false;
@@ -98,7 +101,9 @@ class SimPower {
 
   private:
     std::uint64_t operations_ = 0;
+    std::uint64_t flushes_ = 0;
     std::uint64_t cut_at_ = ~0ull;
+    std::uint64_t cut_at_flush_ = ~0ull;
     bool cut_ = false;
 };
 
@@ -137,6 +142,8 @@ class SimDevice {
     // For checkers and tests: what lies there without any fault, changing it, and what is known to
     // be wrong with a page.
     void peek(std::uint64_t offset, std::uint8_t* target, std::uint64_t size) const;
+    // One bit of a page rots, as a rotten_page fault does it.
+    void rot(std::uint64_t page);
     void condemn(std::uint64_t page) { flags_[page] = durable_flags_[page] = kRotten; }
     void poke(std::uint64_t offset, const std::uint8_t* source, std::uint64_t size);
     bool damaged(std::uint64_t page) const { return flags_[page] != 0; }
