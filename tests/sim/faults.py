@@ -11,12 +11,8 @@ if TYPE_CHECKING:
 
 KINDS = tuple(kind.name for kind in _core.SimFault)
 ZONES = tuple(zone.name for zone in _core.SimZone)
-WRITES = frozenset(
-    {"write_error", "lost_write", "torn_write", "misdirected_write", "flush_error"}
-)
-PASSING = frozenset(
-    {"short_read", "read_error", "misdirected_read", "stale_read", "flipped_read"}
-)
+WRITES = frozenset({"write_error", "lost_write", "torn_write", "misdirected_write", "flush_error"})
+PASSING = frozenset({"short_read", "read_error", "misdirected_read", "stale_read", "flipped_read"})
 # Millionths of a zone's operations, low and high. A run has hundreds of reads of data, and a few
 # tens of any other operation.
 RATES = {"data reads": (2_000, 100_000), "others": (20_000, 300_000)}

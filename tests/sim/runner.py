@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import multiprocessing
 import time
 import traceback
 from typing import TYPE_CHECKING
 
-from tests.sim import faults, pool, workload
+from tests.sim import faults, leaks, pool, workload
 from tests.sim.model import Violation
-from tests.sim.world import new_world, open_descriptors
+from tests.sim.world import new_world
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -40,11 +39,25 @@ class Outcome:
     counters: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
+_WATCH = leaks.Watch()
+
+
 def run_seed(seed: int) -> Outcome:
     """Run one seed from an empty machine to an empty machine."""
-    outcome = Outcome(seed)
     pool.sources()
-    descriptors = open_descriptors()
+    outcome = Outcome(seed)
+    descriptors = leaks.descriptors()
+    _run(seed, outcome)
+    if not outcome.kind:
+        text = _WATCH.after_run()
+        left = leaks.descriptors() - descriptors
+        if left:
+            text = f"{left} descriptors were left open"
+        outcome.kind, outcome.text = ("leak", f"leak: {text}") if text else ("", "")
+    return outcome
+
+
+def _run(seed: int, outcome: Outcome) -> None:
     with new_world(seed) as world:
         try:
             workload.run(world)
@@ -58,13 +71,6 @@ def run_seed(seed: int) -> Outcome:
         for native in world.host.natives:
             for key, number in faults.reached(native).items():
                 outcome.faults[key] = outcome.faults.get(key, 0) + number
-    del world, native
-    if not outcome.kind and open_descriptors() != descriptors:
-        gc.collect()
-        if open_descriptors() != descriptors:
-            outcome.kind = "leak"
-            outcome.text = f"{open_descriptors() - descriptors} descriptors were left open"
-    return outcome
 
 
 def run_seeds(seeds: Sequence[int], jobs: int) -> Iterator[Outcome]:

@@ -159,7 +159,9 @@ def verify(world: World, number: int, name: str, compare: bool) -> None:
     before = world.faults_so_far()
     checkpoint = known.source.checkpoint if compare else None
     report = walker.verify(store, name, checkpoint=checkpoint, sample=4, full=True)
-    world.log(f"verify {name} on device {number}: {report.pages_bad} bad, digest {report.digest_ok}")
+    world.log(
+        f"verify {name} on device {number}: {report.pages_bad} bad, digest {report.digest_ok}"
+    )
     if world.faults_so_far() != before:
         return
     wrong = world.wrong_pages(number, store.image(name), known)

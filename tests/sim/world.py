@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import os
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -384,9 +383,3 @@ def new_world(seed: int) -> Iterator[World]:
                 world.daemon.kill()
             for client in world.clients:
                 client.die()
-
-
-def open_descriptors() -> int:
-    """Descriptors of this process."""
-    return len(os.listdir("/proc/self/fd"))
-

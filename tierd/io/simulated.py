@@ -62,9 +62,7 @@ class SimulatedHost:
     A path is ``/proc/self/fd/N`` of the device's memfd, so that it can be looked at as a file.
     """
 
-    def __init__(
-        self, natives: Iterable[Any], power: Any, *, block_size: int = PAGE_BYTES
-    ) -> None:
+    def __init__(self, natives: Iterable[Any], power: Any, *, block_size: int = PAGE_BYTES) -> None:
         """Hold native SimDevices and their SimPower; ``block_size`` is 512 or 4,096."""
         self.natives = list(natives)
         self.power = power
