@@ -35,7 +35,7 @@ def _soak(seeds: int) -> list[dict[str, Any]]:
     detail = {"run": seeds, "failed": kinds}
     spread = f"one run of {seeds} seeds"
     return [
-        _found("storage.sim_seeds", sound, "seeds", seeds, spread, detail),
+        _found("storage.sim_seeds", sound, "seeds", seeds, spread, detail=detail),
         _found("storage.sim_wrong_rows", kinds.get("wrong_row", 0), "seeds", seeds, spread),
         _found("storage.sim_hangs", kinds.get("hang", 0), "seeds", seeds, spread),
         _found("storage.sim_leaks", kinds.get("leak", 0), "seeds", seeds, spread),
@@ -50,7 +50,7 @@ def _mutants(names: list[str]) -> list[dict[str, Any]]:
     found = [seeds for seeds in needed.values() if seeds is not None]
     spread = f"{len(found)} of {len(needed)} found; median {sorted(found)[len(found) // 2]} seeds"
     return [
-        _found("storage.mutants_found", len(found), "mutants", 1, spread, {"seeds": needed}),
+        _found("storage.mutants_found", len(found), "mutants", 1, spread, detail={"seeds": needed}),
         _found("storage.mutant_seeds_max", max(found), "seeds", 1, spread),
     ]
 
@@ -60,11 +60,11 @@ def _flips(bits: list[int]) -> dict[str, Any]:
     tried = sum(number for number, _ in places.values())
     missed = sum(number for _, number in places.values())
     detail = {name: {"flips": a, "undetected": b} for name, (a, b) in places.items()}
-    return _found("storage.flips_undetected", missed, "flips", tried, "every byte", detail)
+    return _found("storage.flips_undetected", missed, "flips", tried, "every byte", detail=detail)
 
 
 def _found(
-    measure: str, value: float, unit: str, repeats: int, spread: str, detail: Any = None
+    measure: str, value: float, unit: str, repeats: int, spread: str, *, detail: Any = None
 ) -> dict[str, Any]:
     sign, number = bars()[measure]
     return {

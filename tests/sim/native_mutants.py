@@ -90,8 +90,8 @@ NATIVE_MUTANTS = (
         "short read accepted",
         "pump.cc",
         "if (result != static_cast<std::int32_t>(kPageBytes)) return Status::short_read;",
-        "if (result != static_cast<std::int32_t>(kPageBytes))"
-        " return MUTANT ? Status::ok : Status::short_read;",
+        """if (result != static_cast<std::int32_t>(kPageBytes))
+        return MUTANT ? Status::ok : Status::short_read;""",
     ),
     NativeMutant(
         "result of a retry not checked",
@@ -134,8 +134,8 @@ NATIVE_MUTANTS = (
         "arena page reused before it is retired",
         "channel.cc",
         "return cursor_ + count - released_.load(std::memory_order_acquire) <= ring_.arena_pages;",
-        "return MUTANT ||"
-        " cursor_ + count - released_.load(std::memory_order_acquire) <= ring_.arena_pages;",
+        """if (MUTANT) return true;
+    return cursor_ + count - released_.load(std::memory_order_acquire) <= ring_.arena_pages;""",
     ),
     NativeMutant(
         "cache slot taken before it is gathered",
@@ -161,8 +161,9 @@ SUPPORT = (
     (
         "bind_sim.cc",
         "void bind_sim(nb::module_& m) {\n",
-        "void bind_sim(nb::module_& m) {\n"
-        '    m.def("set_mutant", [](int number) { active_mutant = number; });\n',
+        """void bind_sim(nb::module_& m) {
+    m.def("set_mutant", [](int number) { active_mutant = number; });
+""",
     ),
 )
 

@@ -52,10 +52,10 @@ def sources() -> tuple[tuple[Source, ...], ...]:
     _KEEP.append(folder)
     root = Path(folder.name)
     models = []
-    for model in _MAKERS:
+    for model, make in _MAKERS.items():
         variants = []
         for variant in range(VARIANTS):
-            tiny = _MAKERS[model](root / f"{model}-{variant}", 100 * variant + 7)
+            tiny = make(root / f"{model}-{variant}", 100 * variant + 7)
             checkpoint = Checkpoint.open(tiny.path)
             tensors = [name for name in tiny.tensors if ".lookup." in name]
             specs = tuple(find_tables(checkpoint, tensors=tensors))

@@ -8,15 +8,15 @@ Everything else is the code that is shipped.
 from __future__ import annotations
 
 import contextlib
-import random
 import sys
 import types
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from tierd.io import layout, signatures, staging, store, superblock, walker
+from tierd.io import staging, store, walker
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from tierd.io.simulated import SimulatedHost
@@ -92,5 +92,4 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _storage_modules() -> list[Any]:
-    assert layout and signatures and superblock  # imported for what they hold
     return [m for name, m in sorted(sys.modules.items()) if name.startswith("tierd.io.")]

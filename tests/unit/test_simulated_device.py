@@ -35,7 +35,7 @@ def peek(native, number: int) -> np.ndarray:
 
 
 def test_reads_see_unflushed_writes_and_a_cut_undoes_them() -> None:
-    host, native = machine()
+    host, _ = machine()
     with host.open(host.paths[0], write=True) as device:
         device.write(DATA, page(1))
         device.flush()
@@ -130,16 +130,12 @@ def test_errors_once_and_for_ever() -> None:
 def test_a_short_read_is_gone_on_with() -> None:
     host, native = machine()
     with host.open(host.paths[0], write=True) as device:
-        device.write(DATA, np.repeat(np.arange(8, dtype=np.uint8), 8 * PAGE_BYTES // 8))
+        for number in range(8):
+            device.write(DATA + number * PAGE_BYTES, page(number))
         native.set_fault(_core.SimFault.short_read, _core.SimZone.data, 1_000_000, 1)
-        before = native.counts()["short_read"]
-        try:
-            data = device.read(DATA, 8 * PAGE_BYTES)
-        except DeviceError as error:  # it brought nothing at all
-            assert "ended early" in str(error)
-        else:
-            assert data[::PAGE_BYTES] == bytes(range(8))
-        assert native.counts()["short_read"] == (0, 0, before[2] + 1)
+        data = device.read(DATA, 8 * PAGE_BYTES)
+        assert data[::PAGE_BYTES] == bytes(range(8))
+        assert native.counts()["short_read"] == (0, 0, 1)
 
 
 @pytest.mark.parametrize("kind", ["lost_write", "torn_write", "misdirected_write"])
