@@ -8,9 +8,11 @@
 
 #include <algorithm>
 #include <bit>
+#include <stdexcept>
 
 #include "channel.h"
 #include "page.h"
+#include "reader_sim.h"
 
 namespace tierd {
 namespace {
@@ -50,9 +52,7 @@ void Pump::run() noexcept {
     while (!exit_.load(std::memory_order_acquire)) {
         const std::uint64_t now = monotonic_ns();
         const bool more = run_commands();
-        bool busy = reap(now);
-        busy |= look_at_rings(now);
-        busy |= issue(now);
+        const bool busy = work(now);
         if (spin_ns_ == 0 && !more) {
             sleep();  // what was issued goes in with it, in one call
             continue;
@@ -68,6 +68,23 @@ void Pump::run() noexcept {
     reader_->end();
     save_cpu_times();
 }
+
+bool Pump::work(std::uint64_t now_ns) {
+    bool busy = reap(now_ns);
+    busy |= look_at_rings(now_ns);
+    busy |= issue(now_ns);
+    return busy;
+}
+
+void Pump::turn() {
+    if (!simulated_) throw std::runtime_error("only a simulated pump is turned by hand");
+    ++turns_;
+    if (stopped_) return;
+    run_commands();
+    work(turn_ns());
+}
+
+std::uint64_t Pump::turn_ns() const { return turns_ * kSimTurnNs; }
 
 void Pump::prepare_thread() {
     pthread_setname_np(pthread_self(), "tierd-pump");
