@@ -1,0 +1,388 @@
+"""The start of a step's lookups: directory, miss list, doorbell, in one kernel.
+
+One program (one warp) per row number, one way of the set per lane. The program that arrives last
+does what needs all of them: it retires the lane's previous gather, copies the miss list to the
+host and rings the doorbell. All kicks of one cache run in one stream order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tierd.gpu.kernels_fill import fill_request, set_fault, settle, wait_done
+from tierd.gpu.kernels_sync import now_ns, pause, release_sys
+from tierd.gpu.state import (
+    AGE_MAX,
+    C_CURSOR,
+    C_KICK,
+    C_QUOTA,
+    C_RETIRED,
+    C_SETS,
+    DEPTH,
+    FAULT_BAD_ID,
+    FAULT_ROOM,
+    L_FIRST,
+    L_KICK,
+    L_STATE,
+    L_TARGET,
+    LANE_GATHERED,
+    LANE_IDLE,
+    LANE_KICKED,
+    R_ARRIVED,
+    R_BYPASSES,
+    R_COUNT,
+    R_D_COUNT,
+    R_D_END,
+    R_D_FIRST,
+    R_DEMANDS,
+    R_FILLED,
+    R_PAGE_HEAD,
+    R_PAGE_TAIL,
+    R_PUBLISHED,
+    R_RETIRED,
+    S_BYPASSES,
+    S_DEMANDS,
+    S_HITS,
+    S_LOOKUPS,
+    S_MISSES,
+    S_PUBLISHED,
+    S_RING_FULL,
+    STAMP_MASK,
+    STATS_WORDS,
+    SWEEP_EVERY,
+    SWEEP_WORDS,
+    WAYS,
+)
+from tierd.io import _core
+
+_P = _core.protocol
+DOORBELL = tl.constexpr(_P.OFFSET_DOORBELL // 4)
+RETIRED = tl.constexpr(_P.OFFSET_RETIRED // 4)
+HEADER_WORDS = tl.constexpr(_P.LINE_BYTES // 4)
+SLOTS_MASK = tl.constexpr(7)
+NO_SLOT = tl.constexpr(-1)  # in a descriptor: the row bypasses the cache
+DESC_ZERO = tl.constexpr(-1)  # in a step's descriptors: a row of another rank, served as +0
+DESC_PAGE = tl.constexpr(-2)  # -2 - k: row k of the lane's request, read from its page
+TRIES = tl.constexpr(64)
+ARRIVAL_MASK = tl.constexpr((1 << 21) - 1)
+COPY_BLOCK = tl.constexpr(512)
+
+
+@triton.jit
+def set_of(table, row, sets_max, sets):
+    """Return the set of a row: rows whose set is not in use share those that are."""
+    h = ((table << 58) ^ (row + 1)).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
+    h = (h ^ (h >> 32)) * 0xBF58476D1CE4E5B9
+    h = h ^ (h >> 29)
+    wide = ((h >> 32) * sets_max.to(tl.uint64) >> 32).to(tl.int64)
+    narrow = ((h & 0xFFFFFFFF) * sets.to(tl.uint64) >> 32).to(tl.int64)
+    return tl.where(wide < sets, wide, narrow)
+
+
+@triton.jit
+def find_victim(entries, ways, table, kick, own_retired, cache):
+    """Return the way that a miss may claim and its word, or (WAYS, 0): the row bypasses.
+
+    A free way while the table is below its quota; else the oldest word that may go: its last
+    request gathered, of a table above its quota, or, failing that, of this table.
+    """
+    live = entries != 0
+    owner = ((entries >> 58) & 63).to(tl.int32)
+    mine = live & (owner == table)
+    held = tl.sum(mine.to(tl.int32), 0)
+    quota = tl.load(cache + C_QUOTA + owner, mask=live, other=0).to(tl.int32)
+    own_quota = tl.load(cache + C_QUOTA + table).to(tl.int32)
+    same = (owner[:, None] == owner[None, :]) & live[None, :]
+    held_by_owner = tl.sum(same.to(tl.int32), 1)
+    retired = tl.load(cache + C_RETIRED + owner, mask=live, other=0)
+    retired = tl.where(mine, own_retired, retired)
+    floor = tl.minimum(kick - retired, AGE_MAX)
+    age = (kick - entries) & STAMP_MASK
+    may_go = live & (age >= floor)
+    below = held < own_quota
+    free = (live == 0) & below
+    others = may_go & (mine == 0) & below & (held_by_owner > quota)
+    own = may_go & mine & (own_quota > 0)
+    # Free ways first, then others by age, then own by age; never a word that may not go.
+    score = tl.where(own, age + 1, 0)
+    score = tl.where(others, age + (1 << 25), score)
+    score = tl.where(free, 1 << 26, score)
+    best = tl.max(score, 0)
+    way = tl.min(tl.where(score == best, ways, WAYS), 0)
+    way = tl.where(best > 0, way, WAYS)
+    return way, tl.sum(tl.where(ways == way, entries, 0), 0)
+
+
+@triton.jit
+def look_up(row, table, words, sets_max, cache, kick, own_retired):
+    """Find or claim a slot; returns (slot or NO_SLOT, whether it was a hit, age of the hit)."""
+    ways = tl.arange(0, WAYS)
+    set_index = set_of(table.to(tl.int64), row, sets_max, tl.load(cache + C_SETS))
+    base = words + set_index * WAYS
+    key = (table.to(tl.int64) << 58) | ((row + 1) << 24)
+    fresh = key | (kick & STAMP_MASK)
+    slot = tl.full((), NO_SLOT, tl.int32)
+    hit = tl.full((), 0, tl.int32)
+    age = tl.full((), 0, tl.int64)
+    tries = tl.full((), 0, tl.int32)
+    while tries < TRIES:
+        entries = tl.load(base + ways, volatile=True)
+        way = tl.min(tl.where(((entries ^ key) >> 24) == 0, ways, WAYS), 0)
+        if way < WAYS:
+            old = tl.sum(tl.where(ways == way, entries, 0), 0)
+            got = old
+            if old != fresh:
+                got = tl.atomic_cas(base + way, old, fresh, sem="relaxed")
+            if got == old:
+                slot = (set_index * WAYS).to(tl.int32) + way
+                hit = tl.full((), 1, tl.int32)
+                age = (kick - old) & STAMP_MASK
+                tries = tl.full((), TRIES, tl.int32)
+        else:
+            way, old = find_victim(entries, ways, table, kick, own_retired, cache)
+            if way < WAYS:
+                got = tl.atomic_cas(base + way, old, fresh, sem="relaxed")
+                if got == old:
+                    slot = (set_index * WAYS).to(tl.int32) + way
+                    tries = tl.full((), TRIES, tl.int32)
+            else:
+                tries = tl.full((), TRIES, tl.int32)
+        tries += 1
+    return slot, hit, age
+
+
+@triton.jit
+def copy_list(descriptor, rows, slots, count, array_words, ROWS_PER_PAGE: tl.constexpr):
+    """Copy the miss list into the descriptor in host memory."""
+    for start in range(0, count, COPY_BLOCK):
+        k = start + tl.arange(0, COPY_BLOCK)
+        inside = k < count
+        row = tl.load(rows + k, mask=inside, other=0)
+        slot = tl.load(slots + k, mask=inside, other=0)
+        page = row // ROWS_PER_PAGE
+        arrays = descriptor + HEADER_WORDS + k
+        tl.store(arrays, page.to(tl.int32), mask=inside)
+        tl.store(arrays + array_words, (row - page * ROWS_PER_PAGE).to(tl.int32), mask=inside)
+        tl.store(arrays + 2 * array_words, slot, mask=inside)
+
+
+@triton.jit
+def retire_lane(lane, ring, cache, control, table, retired, tail):
+    """Give back what the lane's last gather used; returns (retired, tail) of the ring."""
+    if tl.load(lane + L_STATE) == LANE_GATHERED:
+        target = tl.load(lane + L_TARGET)
+        kick = tl.load(lane + L_KICK)
+        if target > retired:
+            retired = target
+            tail = tl.load(ring + R_D_END + (target & SLOTS_MASK))
+            tl.store(ring + R_RETIRED, retired)
+            tl.store(ring + R_PAGE_TAIL, tail)
+            release_sys(control + RETIRED, retired.to(tl.int32))
+        if kick > tl.load(cache + C_RETIRED + table):
+            tl.store(cache + C_RETIRED + table, kick)
+        tl.store(lane + L_STATE, tl.full((), LANE_IDLE, tl.int64))
+    return retired, tail
+
+
+@triton.jit
+def sweep(words, cache, kick, capacity):
+    """Every few kicks, bring stamps older than AGE_MAX up to it, a few words at a time."""
+    if kick % SWEEP_EVERY == 0:
+        cursor = tl.load(cache + C_CURSOR)
+        at = cursor + tl.arange(0, SWEEP_WORDS)
+        inside = at < capacity
+        entries = tl.load(words + at, mask=inside, other=0)
+        old = (entries != 0) & (((kick - entries) & STAMP_MASK) > AGE_MAX)
+        stamp = (kick - AGE_MAX) & STAMP_MASK
+        tl.store(words + at, (entries & ~STAMP_MASK) | stamp, mask=inside & old)
+        cursor += SWEEP_WORDS
+        tl.store(cache + C_CURSOR, tl.where(cursor < capacity, cursor, 0))
+
+
+@triton.jit
+def add_stats(stats, host_stats, total, count, ring, kick, published, waits, DEMAND: tl.constexpr):
+    """Count the kick; now and then show the counters to the host."""
+    bypasses = tl.load(ring + R_BYPASSES, volatile=True)
+    tl.store(ring + R_BYPASSES, tl.full((), 0, tl.int64))
+    index = tl.arange(0, STATS_WORDS)
+    old = tl.load(stats + index)
+    add = tl.where(index == S_LOOKUPS, (total >> 21) & ARRIVAL_MASK, 0)
+    add = tl.where(index == S_HITS, total >> 42, add)
+    add = tl.where(index == S_MISSES, count - bypasses, add)
+    add = tl.where(index == S_BYPASSES, bypasses, add)
+    add = tl.where(index == S_RING_FULL, waits, add)
+    if DEMAND:
+        demands = tl.load(ring + R_DEMANDS, volatile=True)
+        tl.store(ring + R_DEMANDS, tl.full((), 0, tl.int64))
+        add = tl.where(index == S_DEMANDS, demands, add)
+    new = tl.where(index == S_PUBLISHED, published, old + add)
+    # Wait and fill own the other counters and may run at the same time: leave those alone.
+    ours = (index <= S_DEMANDS) | (index == S_RING_FULL) | (index == S_PUBLISHED)
+    tl.store(stats + index, new, mask=ours)
+    if (count > 0) | (kick % SWEEP_EVERY == 0):
+        tl.store(host_stats + index, new)
+
+
+@triton.jit(do_not_specialize=[
+    "cols", "stride0", "stride1", "row_lo", "row_hi", "rows", "table", "sets_max",
+    "arena_g_words", "rows_max", "arena_pages", "array_words", "priority", "key0", "key1",
+    "timeout_ns", "grace_ns", "first_sequence",
+])  # fmt: skip
+def kick_rows(
+    ids, cols, stride0, stride1, row_lo, row_hi, rows, table, words, sets_max, cache, ring, lane,
+    desc, list_rows, list_slots, control, control64, descriptors, arena, arena_g_words, slots,
+    fault, stats, host_stats, rows_max, arena_pages, array_words, priority, key0, key1,
+    timeout_ns, grace_ns, first_sequence,
+    ROWS_PER_PAGE: tl.constexpr, ROW_WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    DRAIN: tl.constexpr, DEMAND: tl.constexpr,
+):  # fmt: skip
+    """Look up one row number per program; the last program publishes what is missing."""
+    i = tl.program_id(0)
+    row = tl.load(ids + (i // cols) * stride0 + (i % cols) * stride1).to(tl.int64)
+    kick = tl.load(cache + C_KICK)
+    # The lane's previous gather is over (stream order), so what it used may go from here on.
+    own_retired = tl.load(cache + C_RETIRED + table)
+    lane_kick = tl.load(lane + L_KICK)
+    if tl.load(lane + L_STATE) == LANE_GATHERED:
+        own_retired = tl.maximum(own_retired, lane_kick)
+    arrival = tl.full((), 1, tl.int64)
+    place = tl.full((), DESC_ZERO, tl.int32)
+    if (row >= row_lo) & (row < row_hi):
+        slot, hit, age = look_up(row, table, words, sets_max, cache, kick, own_retired)
+        place = slot
+        arrival += (1 << 21) + (hit.to(tl.int64) << 42)
+        if hit == 0:
+            k = tl.atomic_add(ring + R_COUNT, 1, sem="relaxed")
+            lists = ((tl.load(ring + R_PUBLISHED) + 1) & 15) * rows_max
+            tl.store(list_rows + lists + k, row)
+            tl.store(list_slots + lists + k, slot)
+            if slot < 0:
+                place = (DESC_PAGE - k).to(tl.int32)
+                tl.atomic_add(ring + R_BYPASSES, 1, sem="relaxed")
+        if DEMAND:
+            if (hit == 0) | (age >= kick - own_retired):
+                tl.atomic_add(ring + R_DEMANDS, 1, sem="relaxed")
+    elif (row < 0) | (row >= rows):
+        set_fault(ring, fault, FAULT_BAD_ID, tl.load(ring + R_PUBLISHED), row)
+    tl.store(desc + i, place)
+    before = tl.atomic_add(ring + R_ARRIVED, arrival, sem="acq_rel")
+    if (before & ARRIVAL_MASK) == tl.num_programs(0) - 1:
+        finish_kick(
+            before + arrival, kick, table, words, sets_max, cache, ring, lane, list_rows,
+            list_slots, control, control64, descriptors, arena, arena_g_words, slots, fault,
+            stats, host_stats, rows_max, arena_pages, array_words, priority,
+            key0.to(tl.uint32), key1.to(tl.uint32), timeout_ns, grace_ns,
+            ROWS_PER_PAGE, ROW_WORDS, BLOCK, DRAIN, DEMAND,
+        )  # fmt: skip
+
+
+@triton.jit
+def make_room(
+    sequence, count, head, retired, tail, kick, table, cache, ring, control, control64, list_rows,
+    list_slots, arena, arena_g_words, slots, words, fault, stats, rows_max, arena_pages, key0,
+    key1, timeout_ns, grace_ns,
+    ROWS_PER_PAGE: tl.constexpr, ROW_WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    DRAIN: tl.constexpr,
+):  # fmt: skip
+    """Wait until the ring has room for a request; returns how often it had to.
+
+    With DRAIN nobody else works on the ring now, and what stands in the way are kicks whose gather
+    never came: their rows are filled here and their pages given back. Without it, another stream
+    gathers and retires.
+    """
+    waits = tl.full((), 0, tl.int64)
+    start = now_ns()
+    filled = tl.load(ring + R_FILLED, volatile=True)
+    while (sequence - retired > DEPTH) | (head + count - tail > arena_pages):
+        waits = tl.full((), 1, tl.int64)
+        if DRAIN:
+            s = filled + 1
+            _, missing = wait_done(control, s, timeout_ns)
+            kind = settle(s, missing, control64, ring, fault, stats, timeout_ns)
+            fill_request(
+                s, kind, s - s, 1, ring, list_rows, list_slots, arena, arena_g_words, slots,
+                words, fault, stats, rows_max, arena_pages, key0, key1, grace_ns,
+                ROWS_PER_PAGE, ROW_WORDS, BLOCK, True,
+            )  # fmt: skip
+            filled = s
+            retired = s
+            tail = tl.load(ring + R_D_END + (s & SLOTS_MASK))
+            tl.store(ring + R_FILLED, filled)
+            tl.store(ring + R_RETIRED, retired)
+            tl.store(ring + R_PAGE_TAIL, tail)
+            release_sys(control + RETIRED, retired.to(tl.int32))
+        else:
+            pause()
+            retired = tl.load(ring + R_RETIRED, volatile=True)
+            tail = tl.load(ring + R_PAGE_TAIL, volatile=True)
+            if now_ns() - start > timeout_ns:
+                set_fault(ring, fault, FAULT_ROOM, sequence, timeout_ns)
+                retired = sequence
+                tail = head + count
+    if DRAIN:
+        if (waits > 0) & (filled == sequence - 1):
+            tl.store(cache + C_RETIRED + table, kick - 1)
+    return waits
+
+
+@triton.jit
+def finish_kick(
+    total, kick, table, words, sets_max, cache, ring, lane, list_rows, list_slots, control,
+    control64, descriptors, arena, arena_g_words, slots, fault, stats, host_stats, rows_max,
+    arena_pages, array_words, priority, key0, key1, timeout_ns, grace_ns,
+    ROWS_PER_PAGE: tl.constexpr, ROW_WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    DRAIN: tl.constexpr, DEMAND: tl.constexpr,
+):  # fmt: skip
+    """Do what the last program of a kick does: retire, publish, count, make ready for the next."""
+    count = tl.load(ring + R_COUNT, volatile=True)
+    published = tl.load(ring + R_PUBLISHED)
+    retired, tail = retire_lane(
+        lane, ring, cache, control, table, tl.load(ring + R_RETIRED, volatile=True),
+        tl.load(ring + R_PAGE_TAIL, volatile=True),
+    )  # fmt: skip
+    waits = tl.full((), 0, tl.int64)
+    if count > 0:
+        head = tl.load(ring + R_PAGE_HEAD)
+        sequence = published + 1
+        at = sequence & SLOTS_MASK
+        waits = make_room(
+            sequence, count, head, retired, tail, kick, table, cache, ring, control, control64,
+            list_rows, list_slots, arena, arena_g_words, slots, words, fault, stats, rows_max,
+            arena_pages, key0, key1, timeout_ns, grace_ns,
+            ROWS_PER_PAGE, ROW_WORDS, BLOCK, DRAIN,
+        )  # fmt: skip
+        lists = (sequence & 15) * rows_max
+        descriptor = descriptors + at * (HEADER_WORDS + 3 * array_words)
+        copy_list(
+            descriptor, list_rows + lists, list_slots + lists, count, array_words, ROWS_PER_PAGE
+        )
+        first = head % arena_pages
+        tl.store(descriptor, sequence.to(tl.int32))
+        tl.store(descriptor + 1, count.to(tl.int32))
+        tl.store(descriptor + 2, first.to(tl.int32))
+        tl.store(descriptor + 3, priority)
+        tl.store(ring + R_D_COUNT + at, count)
+        tl.store(ring + R_D_FIRST + at, first)
+        tl.store(ring + R_D_END + at, head + count)
+        tl.store(ring + R_PAGE_HEAD, head + count)
+        tl.store(ring + R_PUBLISHED, sequence)
+        tl.store(lane + L_FIRST, first)
+        release_sys(control + DOORBELL, sequence.to(tl.int32))
+        published = sequence
+    tl.store(lane + L_TARGET, published)
+    tl.store(lane + L_KICK, kick)
+    tl.store(lane + L_STATE, tl.full((), LANE_KICKED, tl.int64))
+    tl.store(ring + R_COUNT, tl.full((), 0, tl.int64))
+    tl.store(ring + R_ARRIVED, tl.full((), 0, tl.int64))
+    tl.store(cache + C_KICK, kick + 1)
+    sweep(words, cache, kick, sets_max.to(tl.int64) * WAYS)
+    add_stats(stats, host_stats, total, count, ring, kick, published, waits, DEMAND)
+
+
+@triton.jit(do_not_specialize=["table"])
+def retire(lane, ring, cache, control, table):
+    """Give back at once what a lane used; for lanes whose next kick is far away."""
+    retire_lane(
+        lane, ring, cache, control, table, tl.load(ring + R_RETIRED), tl.load(ring + R_PAGE_TAIL)
+    )
