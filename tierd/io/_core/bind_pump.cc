@@ -1,5 +1,148 @@
+// Pump for Python. The GIL is released around everything that can wait.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+
+#include <new>
+
 #include "bind.h"
+#include "channel.h"
+#include "pump.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace tierd {
-void bind_pump(nanobind::module_&) {}
+namespace {
+
+using Extents = nb::ndarray<const std::uint64_t, nb::shape<-1, 4>, nb::c_contig, nb::device::cpu>;
+
+void make_pump(Pump* self, const std::string& transport, std::uint32_t queue_depth,
+               std::uint32_t read_threads, std::uint32_t spin_us, std::uint32_t park_us,
+               std::uint32_t crc_sample, bool checks, int cpu) {
+    new (self) Pump({transport, queue_depth, read_threads, spin_us, park_us, crc_sample, checks, cpu});
+}
+
+std::uint32_t add_table(Pump& pump, std::uint64_t image_id, std::uint32_t generation,
+                        std::uint32_t row_bytes, std::uint64_t rows, std::uint64_t window_ns,
+                        const Extents& extents) {
+    ServedTableSpec spec{image_id, generation, row_bytes, rows, window_ns, {}};
+    spec.extents.reserve(extents.shape(0));
+    for (std::size_t i = 0; i < extents.shape(0); ++i)
+        spec.extents.push_back({extents(i, 0), extents(i, 1), extents(i, 2), extents(i, 3)});
+    nb::gil_scoped_release release;
+    return pump.add_table(spec);
+}
+
+nb::dict ring_counters(const RingCounters& c) {
+    nb::dict failed;
+    std::uint64_t requests = 0;
+    for (std::uint32_t i = 0; i < kStatusCount; ++i) {
+        requests += c.answered[i];
+        const auto status = static_cast<Status>(i);
+        if (status != Status::none && status != Status::ok) failed[status_name(status)] = c.answered[i];
+    }
+    nb::dict d;
+    d["requests"] = requests;
+    d["pages"] = c.pages;
+    d["failed"] = failed;
+    d["jumps"] = c.jumps;
+    d["takeovers"] = c.takeovers;
+    return d;
+}
+
+nb::list ring_reports(const PumpStats& s) {
+    nb::list rings;
+    for (const RingReport& r : s.rings) {
+        nb::dict d = ring_counters(r.counters);
+        d["channel"] = r.channel;
+        d["ring"] = r.ring;
+        d["table"] = r.table;
+        d["serving"] = r.serving;
+        d["in_flight"] = r.in_flight;
+        rings.append(d);
+    }
+    return rings;
+}
+
+nb::dict stats(Pump& pump) {
+    PumpStats s;
+    {
+        nb::gil_scoped_release release;
+        s = pump.stats();
+    }
+    nb::dict d = ring_counters(s.totals);
+    d["reads"] = s.reads;
+    d["retries"] = s.retries;
+    d["crc_checked"] = s.crc_checked;
+    d["in_flight"] = s.in_flight;
+    d["in_flight_max"] = s.in_flight_max;
+    d["parks"] = s.parks;
+    d["wakes"] = s.wakes;
+    d["beats"] = s.beats;
+    d["cpu_user_ns"] = s.cpu_user_ns;
+    d["cpu_system_ns"] = s.cpu_system_ns;
+    nb::list latency;
+    for (const std::uint64_t count : s.latency_us) latency.append(count);
+    d["latency_us"] = latency;
+    d["rings"] = ring_reports(s);
+    nb::list devices;
+    for (const DeviceReport& device : s.devices) {
+        nb::dict one;
+        one["device"] = device.device;
+        one["reads"] = device.reads;
+        one["errors"] = device.errors;
+        devices.append(one);
+    }
+    d["devices"] = devices;
+    d["transport"] = pump.transport();
+    d["transport_reason"] = pump.transport_reason();
+    return d;
+}
+
+}  // namespace
+
+void bind_pump(nb::module_& m) {
+    using Release = nb::call_guard<nb::gil_scoped_release>;
+    nb::class_<Pump>(m, "Pump",
+                     "One native thread that serves the rings of many channels.\n\n"
+                     "Every method may be called from any thread, before and after start().\n"
+                     "ValueError names what the caller got wrong; RuntimeError what the system\n"
+                     "refused (transport='io_uring' where there is none; 'auto' falls back to\n"
+                     "threads and says why in transport_reason) or a pump that is stopped.\n"
+                     "crc_sample checks the CRC of one page in so many: 0 never, 1 always.")
+        .def("__init__", &make_pump, nb::kw_only(), "transport"_a = "auto", "queue_depth"_a = 128,
+             "read_threads"_a = 16, "spin_us"_a = 50, "park_us"_a = 50, "crc_sample"_a = 16,
+             "checks"_a = true, "cpu"_a = -1)
+        .def_prop_ro("transport", &Pump::transport, "'io_uring' or 'threads'.")
+        .def_prop_ro("transport_reason", &Pump::transport_reason,
+                     "'' or why not io_uring, fixed buffers or fixed files.")
+        .def_prop_ro("wake_fd", &Pump::wake_fd, "An eventfd, owned by the pump.")
+        .def("add_device", &Pump::add_device, "fd"_a, Release(),
+             "Duplicate a descriptor that is open for reading; returns the device's number.")
+        .def("remove_device", &Pump::remove_device, "device"_a, Release(),
+             "ValueError while a table has an extent on it.")
+        .def("add_table", &add_table, nb::kw_only(), "image_id"_a, "generation"_a, "row_bytes"_a,
+             "rows"_a, "window_ns"_a, "extents"_a,
+             "Serve an image whose pages lie where `extents` (uint64 [n, 4]: first_page, pages,\n"
+             "device, device_page; sorted, no holes) says; returns the table's number.")
+        .def("remove_table", &Pump::remove_table, "table"_a, Release(),
+             "ValueError while a ring uses it.")
+        .def("add_channel", &Pump::add_channel, "fd"_a, Release(),
+             "Map a client's sealed memfd; returns the channel's number. ValueError names what is\n"
+             "wrong with it.")
+        .def("add_ring", &Pump::add_ring, "channel"_a, "ring"_a, "table"_a, Release(),
+             "Serve one ring of a channel from a table, going on behind its last answered request.")
+        .def("remove_channel", &Pump::remove_channel, "channel"_a, Release(),
+             "Wait until its reads are reaped, answer what is outstanding with `cancelled`.")
+        .def("start", &Pump::start, Release())
+        .def("stop", &Pump::stop, Release(), "As remove_channel for all, then end. Idempotent.")
+        .def("stats", &stats,
+             "Plain counters: requests, pages (of requests answered ok), failed {status: requests},\n"
+             "jumps (nonsense doorbells), takeovers, reads, retries, crc_checked, in_flight,\n"
+             "in_flight_max, parks, wakes, beats, cpu_user_ns and cpu_system_ns of the pump's\n"
+             "thread, latency_us (reads from submission to reaping; entry i counts those below\n"
+             "2^i us), rings, devices, transport, transport_reason.");
+}
+
 }  // namespace tierd

@@ -29,12 +29,12 @@ struct Tenure {
     std::uint32_t epoch;
 };
 inline Tenure load_tenure(const TenureLine& line) {
-    const auto& word = *reinterpret_cast<const std::uint64_t*>(&line.owner);
+    const auto& word = *static_cast<const std::uint64_t*>(static_cast<const void*>(&line));
     const std::uint64_t v = load_acquire(word);
     return {static_cast<std::uint32_t>(v), static_cast<std::uint32_t>(v >> 32)};
 }
 inline void store_tenure(TenureLine& line, Tenure t) {
-    auto& word = *reinterpret_cast<std::uint64_t*>(&line.owner);
+    auto& word = *static_cast<std::uint64_t*>(static_cast<void*>(&line));
     store_release(word, static_cast<std::uint64_t>(t.epoch) << 32 | t.owner);
 }
 inline std::uint64_t status_word(std::uint32_t sequence, Status status) {

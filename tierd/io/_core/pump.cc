@@ -1,0 +1,311 @@
+// The data path. See pump.h.
+#include "pump.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <bit>
+
+#include "channel.h"
+#include "page.h"
+
+namespace tierd {
+namespace {
+
+// The guardian suspects a server whose beat stands still for 20 ms, so a pump that waits for reads
+// looks up more often than that.
+constexpr std::uint64_t kBeatNs = 5'000'000;
+// How soon a ring in the guardian's hands is looked at again.
+constexpr std::uint64_t kTakenNs = 1'000'000;
+// Nothing at all to do: a lost wake-up costs no more than this.
+constexpr std::uint64_t kIdleNs = 100'000'000;
+
+void relax_cpu() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+std::uint64_t nanoseconds(const timeval& t) {
+    return static_cast<std::uint64_t>(t.tv_sec) * 1'000'000'000 +
+           static_cast<std::uint64_t>(t.tv_usec) * 1'000;
+}
+
+}  // namespace
+
+void Pump::run() noexcept {
+    prepare_thread();
+    reader_->begin();
+    std::uint64_t quiet_since = monotonic_ns();
+    while (!exit_.load(std::memory_order_acquire)) {
+        const std::uint64_t now = monotonic_ns();
+        bool busy = run_commands();
+        busy |= look_at_rings(now);
+        busy |= issue(now);
+        if (spin_ns_ != 0) reader_->submit();  // else they go in with the wait, in one call
+        busy |= reap();
+        if (busy) {
+            quiet_since = now;
+        } else if (now - quiet_since < spin_ns_) {
+            relax_cpu();
+        } else {
+            sleep();
+        }
+    }
+    reader_->end();
+    save_cpu_times();
+}
+
+void Pump::prepare_thread() {
+    pthread_setname_np(pthread_self(), "tierd-pump");
+    // The default slack of 50 us would double park_us.
+    prctl(PR_SET_TIMERSLACK, 1000);
+    if (options_.cpu < 0) return;
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(options_.cpu, &set);
+    pthread_setaffinity_np(pthread_self(), sizeof set, &set);
+}
+
+void Pump::save_cpu_times() {
+    rusage usage{};
+    getrusage(RUSAGE_THREAD, &usage);
+    counts_.cpu_user_ns = nanoseconds(usage.ru_utime);
+    counts_.cpu_system_ns = nanoseconds(usage.ru_stime);
+}
+
+bool Pump::run_commands() {
+    if (!commands_left_ && !commands_new_.load(std::memory_order_acquire)) return false;
+    const std::lock_guard lock(command_mutex_);
+    commands_new_.store(false, std::memory_order_relaxed);
+    bool busy = false;
+    for (std::size_t i = 0; i < commands_.size();) {
+        const Progress progress = commands_[i]->step();
+        busy |= progress != Progress::waiting;
+        if (progress == Progress::finished) {
+            commands_[i]->finished = true;
+            commands_.erase(commands_.begin() + static_cast<std::ptrdiff_t>(i));
+            command_done_.notify_all();
+        } else {
+            ++i;
+        }
+    }
+    commands_left_ = !commands_.empty();
+    return busy;
+}
+
+bool Pump::look_at_rings(std::uint64_t now_ns) {
+    bool busy = false;
+    ++beat_;
+    ++counts_.beats;
+    for (ServerRing* ring : rings_) {
+        store_release(ring->control().beat.value, beat_);
+        if (!ring->serving()) {
+            // Until the reads of the lost tenure are reaped, arena D is not drained.
+            if (ring->in_flight == 0) busy |= ring->adopt();
+        } else if (!ring->ours()) {
+            heap_.remove(ring);
+            ring->lose();
+            busy = true;
+        } else if (ring->has_news()) {
+            ring->accept(now_ns);
+            ring->complete();  // of what was refused at once
+            reschedule(*ring);
+            busy = true;
+        }
+    }
+    return busy;
+}
+
+void Pump::reschedule(ServerRing& ring) {
+    if (ring.serving() && ring.issuing() != nullptr)
+        heap_.put(&ring);
+    else
+        heap_.remove(&ring);
+}
+
+// --- reads ---------------------------------------------------------------------------------------
+
+bool Pump::issue(std::uint64_t now_ns) {
+    std::size_t ready = retries_.empty() ? 0 : issue_retries(now_ns);
+    while (!free_.empty() && !heap_.empty()) {
+        ServerRing& ring = *heap_.top();
+        if (!ring.ours()) {
+            heap_.remove(&ring);  // the next look at the rings finds it lost
+            continue;
+        }
+        ServerRequest& request = *ring.issuing();
+        const auto room = static_cast<std::uint32_t>(free_.size());
+        const std::uint32_t count = std::min(room, request.limit - request.issued);
+        issue_request(ring, request, count, now_ns, batch_.data() + ready);
+        ready += count;
+        ring.advance_issue();
+        reschedule(ring);
+    }
+    if (ready == 0) return false;
+    counts_.in_flight += static_cast<std::uint32_t>(ready);
+    counts_.in_flight_max = std::max(counts_.in_flight_max, counts_.in_flight);
+    reader_->push(batch_.data(), ready);
+    return true;
+}
+
+std::size_t Pump::issue_retries(std::uint64_t now_ns) {
+    std::size_t ready = 0;
+    for (const std::uint32_t token : retries_) {
+        ServerRing& ring = *slots_[token].ring;
+        if (ring.serving() && ring.ours())
+            batch_[ready++] = prepare(token, now_ns);
+        else
+            forget(token);
+    }
+    retries_.clear();
+    return ready;
+}
+
+void Pump::issue_request(ServerRing& ring, ServerRequest& request, std::uint32_t count,
+                         std::uint64_t now_ns, Read* out) {
+    for (std::uint32_t i = 0; i < count; ++i) {
+        const std::uint32_t token = free_.back();
+        free_.pop_back();
+        ReadSlot& slot = slots_[token];
+        slot.ring = &ring;
+        slot.request = &request;
+        slot.row = request.issued + i;
+        slot.page = request.pages[slot.row];
+        slot.again = false;
+        out[i] = prepare(token, now_ns);
+    }
+    request.issued += count;
+    request.in_flight += count;
+    ring.in_flight += count;
+}
+
+Read Pump::prepare(std::uint32_t token, std::uint64_t now_ns) {
+    ReadSlot& slot = slots_[token];
+    const ServerRing& ring = *slot.ring;
+    const std::uint32_t arena_page = ring.arena_page(*slot.request, slot.row);
+    const PagePlace place = ring.table().map.locate(slot.page);
+    slot.target = ring.view().arena_d + static_cast<std::size_t>(arena_page) * kPageBytes;
+    slot.submitted_ns = now_ns;
+    slot.device = place.device;
+    return {slot.target, place.offset, place.device, ring.buffer_of(arena_page), token};
+}
+
+bool Pump::reap() {
+    const std::size_t n = reader_->reap(done_.data(), done_.size());
+    if (n == 0) return false;
+    const std::uint64_t now = monotonic_ns();
+    counts_.in_flight -= static_cast<std::uint32_t>(n);
+    counts_.reads += n;
+    for (std::size_t i = 0; i < n; ++i) {
+        const ReadSlot& slot = slots_[done_[i].token];
+        const auto bucket = static_cast<std::uint32_t>(std::bit_width((now - slot.submitted_ns) / 1000));
+        ++counts_.latency_us[std::min(bucket, kLatencyBuckets - 1)];
+        finish(done_[i].token, done_[i].result);
+    }
+    return true;
+}
+
+void Pump::finish(std::uint32_t token, std::int32_t result) {
+    ReadSlot& slot = slots_[token];
+    ServerRing& ring = *slot.ring;
+    ServerRequest& request = *slot.request;
+    DeviceReport& device = device_counts_[slot.device];
+    ++device.reads;
+    if (ring.serving()) {
+        const Status status = judge(slot, result);
+        if (status != Status::ok) {
+            ++device.errors;
+            if (!slot.again && request.status == Status::ok) {
+                slot.again = true;
+                retries_.push_back(token);
+                ++counts_.retries;
+                return;
+            }
+            ring.fail(request, status);
+            ring.advance_issue();
+            reschedule(ring);
+        }
+    }
+    forget(token);
+    if (request.in_flight == 0 && request.issued == request.limit) ring.complete();
+}
+
+void Pump::forget(std::uint32_t token) {
+    const ReadSlot& slot = slots_[token];
+    --slot.request->in_flight;
+    --slot.ring->in_flight;
+    free_.push_back(token);
+}
+
+Status Pump::judge(const ReadSlot& slot, std::int32_t result) {
+    if (result < 0) return Status::read_error;
+    if (result != static_cast<std::int32_t>(kPageBytes)) return Status::short_read;
+    if (!options_.checks) return Status::ok;
+    // A page that failed once is never let through on the strength of its trailer alone.
+    bool check_crc = false;
+    if (options_.crc_sample != 0 && (slot.again || ++crc_turn_ >= options_.crc_sample)) {
+        check_crc = true;
+        crc_turn_ = 0;
+        ++counts_.crc_checked;
+    }
+    const ServedTable& table = slot.ring->table();
+    switch (check_page(slot.target, slot.page, table.geometry, table.key, check_crc, false)) {
+        case PageFault::ok: return Status::ok;
+        case PageFault::crc: return Status::bad_crc;
+        default: return Status::wrong_page;
+    }
+}
+
+// --- sleep ---------------------------------------------------------------------------------------
+
+bool Pump::news() const {
+    if (commands_new_.load(std::memory_order_acquire)) return true;
+    return std::any_of(rings_.begin(), rings_.end(), [](const ServerRing* r) { return r->has_news(); });
+}
+
+void Pump::set_parked(std::uint32_t value) {
+    for (ServerRing* ring : rings_) store_release(ring->control().parked.value, value);
+}
+
+void Pump::sleep() {
+    // With a full queue a new request could not start anyway: nobody needs to ring.
+    const bool park = !free_.empty();
+    if (park) {
+        set_parked(1);
+        // The client stores the doorbell, fences, and looks at parked; or we see its doorbell here.
+        std::atomic_thread_fence(std::memory_order_seq_cst);
+        if (news()) {
+            set_parked(0);
+            return;
+        }
+        ++counts_.parks;
+    }
+    reader_->wait(wait_count(), wait_limit_ns());
+    if (park) set_parked(0);
+}
+
+// How many reads to sleep for. Fewer than the oldest request of any ring still needs would be of no
+// use to anybody, unless the device's queue runs low meanwhile: so no more than a quarter of a full
+// queue, and no more than a sixteenth of one that a new request could join.
+std::uint32_t Pump::wait_count() const {
+    std::uint32_t count = counts_.in_flight / (free_.empty() ? 4 : 16);
+    for (const ServerRing* ring : rings_)
+        if (ring->in_flight != 0) count = std::min(count, ring->head_remaining());
+    return std::max(count, 1u);
+}
+
+std::uint64_t Pump::wait_limit_ns() const {
+    std::uint64_t limit = counts_.in_flight != 0 || commands_left_ ? kBeatNs : kIdleNs;
+    if (gpu_rings_ != 0) limit = std::min(limit, park_ns_);  // a GPU rings no eventfd
+    for (const ServerRing* ring : rings_)
+        if (!ring->serving()) limit = std::min(limit, kTakenNs);
+    return limit;
+}
+
+}  // namespace tierd

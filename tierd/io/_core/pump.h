@@ -1,0 +1,203 @@
+// One native thread that serves the rings of many channels.
+//
+// The data path (pump.cc) belongs to that thread alone: it looks at every ring, puts the waiting
+// requests into deadline order, keeps at most queue_depth reads in flight, judges each page and
+// answers. The control path (pump_control.cc) runs in the callers' threads; what it has to change
+// on the data path it hands over as a command and awaits. Nothing is allocated on the data path.
+//
+// Fault model: a client may be killed at any point and its channel may hold any bytes; devices may
+// fail, misdirect, cut short or delay any read; the guardian may take a ring at any time.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "deadline_heap.h"
+#include "extent_map.h"
+#include "protocol.h"
+#include "reader.h"
+#include "server_ring.h"
+
+namespace tierd {
+
+inline constexpr std::uint32_t kPumpRingsMax = 4096;
+inline constexpr std::uint32_t kLatencyBuckets = 32;
+
+struct PumpOptions {
+    std::string transport = "auto";  // "auto", "io_uring" or "threads"
+    std::uint32_t queue_depth = 128;
+    std::uint32_t read_threads = 16;
+    std::uint32_t spin_us = 50;
+    std::uint32_t park_us = 50;
+    std::uint32_t crc_sample = 16;  // one page in so many; 0 never, 1 always
+    bool checks = true;
+    int cpu = -1;  // pins the thread; -1 leaves it to the scheduler
+};
+
+struct ServedTableSpec {
+    std::uint64_t image_id;
+    std::uint32_t generation;
+    std::uint32_t row_bytes;
+    std::uint64_t rows;
+    std::uint64_t window_ns;
+    std::vector<ExtentRow> extents;
+};
+
+struct RingReport {
+    std::uint32_t channel, ring, table;
+    bool serving;  // false while the guardian serves it
+    std::uint32_t in_flight;
+    RingCounters counters;
+};
+
+struct DeviceReport {
+    std::uint32_t device;
+    std::uint64_t reads, errors;
+};
+
+struct PumpStats {
+    RingCounters totals;  // of all rings, removed ones included
+    std::uint64_t reads = 0, retries = 0, crc_checked = 0;
+    std::uint32_t in_flight = 0, in_flight_max = 0;
+    std::uint64_t parks = 0, wakes = 0, beats = 0;
+    std::uint64_t cpu_user_ns = 0, cpu_system_ns = 0;  // of the pump's thread
+    // From submission to reaping; bucket i counts reads below 2^i us (and not below 2^(i-1)).
+    std::array<std::uint64_t, kLatencyBuckets> latency_us{};
+    std::vector<RingReport> rings;
+    std::vector<DeviceReport> devices;
+};
+
+// Every method may be called from any thread. std::invalid_argument for what the caller got wrong,
+// std::runtime_error for what the system refused or a pump that is stopped.
+class Pump {
+  public:
+    explicit Pump(const PumpOptions& options);
+    ~Pump();
+    Pump(const Pump&) = delete;
+    Pump& operator=(const Pump&) = delete;
+
+    std::string transport() const { return reader_->name(); }
+    std::string transport_reason() const { return reader_->reason(); }
+    int wake_fd() const { return wake_fd_; }
+
+    std::uint32_t add_device(int fd);
+    void remove_device(std::uint32_t device);
+    std::uint32_t add_table(const ServedTableSpec& spec);
+    void remove_table(std::uint32_t table);
+    std::uint32_t add_channel(int fd);
+    void add_ring(std::uint32_t channel, std::uint32_t ring, std::uint32_t table);
+    void remove_channel(std::uint32_t channel);
+    void start();
+    void stop();
+    PumpStats stats();
+
+  private:
+    struct Channel;
+    struct Device {
+        int fd = -1;
+        std::uint32_t tables = 0;  // that have an extent on it
+    };
+    // A read between issue and answer. Its number is the token that the reader gives back.
+    struct ReadSlot {
+        ServerRing* ring;
+        ServerRequest* request;
+        std::uint8_t* target;
+        std::uint64_t submitted_ns;
+        std::uint32_t row;
+        std::uint32_t page;
+        std::uint32_t device;
+        bool again;  // this is its second and last attempt
+    };
+    // What one round of a command achieved. `waiting` is for reads in flight: the pump may sleep.
+    enum class Progress { waiting, more, finished };
+    // Called on every round of the pump's thread until it has finished.
+    using Step = std::function<Progress()>;
+    struct Command {
+        const Step& step;
+        bool finished = false;
+    };
+
+    // --- control path (pump_control.cc) ----------------------------------------------------------
+    void open_reader();
+    void check_running_or_fresh() const;
+    void call(const Step& step);
+    Progress join_ring(ServerRing& ring, std::uint32_t& registered);
+    Progress drain_channel(std::uint32_t channel);
+    Progress release_ring(ServerRing& ring);
+    void forget_channel(std::uint32_t channel);
+    void collect(PumpStats& out);
+
+    // --- data path (pump.cc), the pump's thread only ---------------------------------------------
+    void run() noexcept;
+    void prepare_thread();
+    void save_cpu_times();
+    bool run_commands();
+    bool look_at_rings(std::uint64_t now_ns);
+    bool issue(std::uint64_t now_ns);
+    std::size_t issue_retries(std::uint64_t now_ns);
+    void issue_request(ServerRing& ring, ServerRequest& request, std::uint32_t count,
+                       std::uint64_t now_ns, Read* out);
+    Read prepare(std::uint32_t token, std::uint64_t now_ns);
+    bool reap();
+    void finish(std::uint32_t token, std::int32_t result);
+    void forget(std::uint32_t token);
+    Status judge(const ReadSlot& slot, std::int32_t result);
+    void reschedule(ServerRing& ring);
+    void sleep();
+    bool news() const;
+    void set_parked(std::uint32_t value);
+    std::uint32_t wait_count() const;
+    std::uint64_t wait_limit_ns() const;
+
+    const PumpOptions options_;
+    const std::uint64_t spin_ns_;
+    const std::uint64_t park_ns_;
+    int wake_fd_ = -1;
+    std::unique_ptr<Reader> reader_;
+
+    // What the callers know; guarded by control_mutex_.
+    std::mutex control_mutex_;
+    std::array<Device, kDevicesMax> devices_{};
+    std::map<std::uint32_t, std::unique_ptr<ServedTable>> tables_;
+    std::map<std::uint32_t, std::unique_ptr<Channel>> channels_;
+    std::uint32_t next_table_ = 0;
+    std::uint32_t next_channel_ = 0;
+    std::uint64_t next_order_ = 0;
+    std::uint32_t ring_count_ = 0;
+    bool stopped_ = false;
+
+    // Commands; guarded by command_mutex_.
+    std::mutex command_mutex_;
+    std::condition_variable command_done_;
+    std::vector<Command*> commands_;
+    bool running_ = false;
+    std::atomic<bool> commands_new_{false};
+    std::atomic<bool> exit_{false};
+    std::thread thread_;
+
+    // The data path's own.
+    std::vector<ServerRing*> rings_;
+    DeadlineHeap<ServerRing> heap_;
+    std::vector<ReadSlot> slots_;
+    std::vector<std::uint32_t> free_;     // tokens
+    std::vector<std::uint32_t> retries_;  // tokens of reads to try once more
+    std::vector<Read> batch_;
+    std::vector<ReadDone> done_;
+    bool commands_left_ = false;
+    std::uint32_t gpu_rings_ = 0;
+    std::uint32_t beat_ = 0;
+    std::uint32_t crc_turn_ = 0;
+    PumpStats counts_;  // totals of removed rings, and everything that is not a ring's
+    std::array<DeviceReport, kDevicesMax> device_counts_{};
+};
+
+}  // namespace tierd

@@ -1,0 +1,181 @@
+#include "server_ring.h"
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <climits>
+#include <cstring>
+
+namespace tierd {
+namespace {
+
+std::uint32_t load_relaxed(const std::uint32_t& word) {
+    return std::atomic_ref<std::uint32_t>(const_cast<std::uint32_t&>(word))
+        .load(std::memory_order_relaxed);
+}
+
+void wake_futex(std::uint32_t* word) {
+    // Not FUTEX_PRIVATE: the sleeper is in another process.
+    syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+}  // namespace
+
+ServerRing::ServerRing(const RingView& view, ServedTable* table)
+    : view_(view),
+      table_(table),
+      page_numbers_(new std::uint32_t[static_cast<std::size_t>(kRingDepth) * view.rows_max]) {
+    for (std::uint32_t i = 0; i < kRingDepth; ++i)
+        requests_[i].pages = page_numbers_.get() + static_cast<std::size_t>(i) * view.rows_max;
+}
+
+void ServerRing::start_at(std::uint32_t base) {
+    accepted_ = done_ = base;
+    issue_ = base + 1;
+}
+
+bool ServerRing::adopt() {
+    if (closing_) return false;
+    RingControl& c = *view_.control;
+    const Tenure now = load_tenure(c.tenure);
+    if (load_relaxed(c.drained.value) != now.epoch) store_release(c.drained.value, now.epoch);
+    if (now.owner != static_cast<std::uint32_t>(Owner::daemon)) return false;
+    // The later of the two done words, seen from the doorbell, which both can trail by at most a
+    // ring's depth. Anything else is nonsense and restarts the ring at its doorbell.
+    const std::uint32_t doorbell = load_acquire(c.doorbell.value);
+    const std::uint32_t behind = std::min(doorbell - load_acquire(c.done_d.value),
+                                          doorbell - load_acquire(c.done_g.value));
+    start_at(doorbell - std::min(behind, kRingDepth));
+    epoch_ = now.epoch;
+    return serving_ = true;
+}
+
+void ServerRing::lose() {
+    serving_ = false;
+    ++counters.takeovers;
+}
+
+
+bool ServerRing::has_news() const {
+    if (!serving_ || closing_) return false;
+    const std::uint32_t doorbell = load_acquire(view_.control->doorbell.value);
+    // A doorbell that went back, or ahead of what a ring can hold, has to wait: what is being
+    // served is finished first.
+    return doorbell != accepted_ && (doorbell - done_ <= kRingDepth || accepted_ == done_);
+}
+
+void ServerRing::accept(std::uint64_t now_ns) {
+    const std::uint32_t doorbell = load_acquire(view_.control->doorbell.value);
+    if (doorbell - done_ > kRingDepth) {
+        // Nonsense, or the client would be within a ring's depth. The ring goes on at the doorbell,
+        // and what the descriptors before it hold gets its refusals like any other request.
+        ++counters.jumps;
+        start_at(doorbell - kRingDepth);
+    }
+    while (accepted_ != doorbell) take_in(accepted_ + 1, now_ns);
+}
+
+void ServerRing::take_in(std::uint32_t sequence, std::uint64_t now_ns) {
+    const Descriptor d = view_.descriptor(sequence);
+    ServerRequest& q = requests_[sequence % kRingDepth];
+    const std::uint32_t count = load_relaxed(d.header->count);
+    const std::uint32_t priority = load_relaxed(d.header->priority);
+    q.sequence = sequence;
+    q.first_page = load_relaxed(d.header->first_page);
+    q.issued = q.in_flight = q.limit = 0;
+    bool sane = load_relaxed(d.header->sequence) == sequence && count != 0 &&
+                count <= view_.rows_max && q.first_page < view_.arena_pages &&
+                priority <= static_cast<std::uint32_t>(Priority::prefill);
+    if (sane) {
+        std::memcpy(q.pages, d.page, static_cast<std::size_t>(count) * sizeof(std::uint32_t));
+        std::uint32_t last = 0;
+        for (std::uint32_t i = 0; i < count; ++i) last = std::max(last, q.pages[i]);
+        sane = last < table_->geometry.pages;
+    }
+    q.status = sane ? Status::ok : Status::bad_request;
+    q.limit = sane ? count : 0;
+    q.key = request_key(sane ? priority : 0, now_ns, table_->window_ns);
+    accepted_ = sequence;
+    // Requests of a ring are answered in order, so what stands before an urgent one is as urgent.
+    for (std::uint32_t s = sequence - 1; s != issue_ - 1; --s) {
+        ServerRequest& earlier = requests_[s % kRingDepth];
+        if (earlier.key <= q.key) break;
+        earlier.key = q.key;
+    }
+    advance_issue();
+}
+
+void ServerRing::advance_issue() {
+    while (issue_ != accepted_ + 1) {
+        const ServerRequest& q = requests_[issue_ % kRingDepth];
+        if (q.issued < q.limit) {
+            key = q.key;
+            return;
+        }
+        ++issue_;
+    }
+}
+
+void ServerRing::fail(ServerRequest& request, Status status) {
+    if (request.status == Status::ok) request.status = status;
+    request.limit = request.issued;
+}
+
+std::uint32_t ServerRing::head_remaining() const {
+    if (done_ == accepted_) return 0;
+    const ServerRequest& q = requests_[(done_ + 1) % kRingDepth];
+    return q.limit - q.issued + q.in_flight;
+}
+
+void ServerRing::answer(std::uint32_t sequence, Status status) {
+    RingControl& c = *view_.control;
+    store_release(c.status_d.word[sequence % kRingDepth], status_word(sequence, status));
+    store_release(c.done_d.value, sequence);
+    done_ = sequence;
+    ++counters.answered[static_cast<std::uint32_t>(status)];
+}
+
+void ServerRing::complete() {
+    bool answered = false;
+    while (serving_ && done_ != accepted_) {
+        const ServerRequest& q = requests_[(done_ + 1) % kRingDepth];
+        if (q.issued < q.limit || q.in_flight != 0) break;
+        if (!ours()) break;  // the pump notices and drains
+        answer(q.sequence, q.status);
+        if (q.status == Status::ok) counters.pages += q.limit;
+        answered = true;
+    }
+    if (answered) wake_waiter();
+}
+
+void ServerRing::wake_waiter() {
+    // The client stores waiter, fences, and looks at done once more before it sleeps; we stored
+    // done, fence, and look at waiter: one of the two sees the other.
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    RingControl& c = *view_.control;
+    if (load_acquire(c.waiter.value) != 0) wake_futex(&c.done_d.value);
+}
+
+void ServerRing::close() {
+    closing_ = true;
+    for (std::uint32_t s = done_ + 1; s != accepted_ + 1; ++s) {
+        ServerRequest& q = requests_[s % kRingDepth];
+        if (q.issued < q.limit) fail(q, Status::cancelled);
+    }
+    advance_issue();
+}
+
+void ServerRing::cancel_rest() {
+    if (!serving_) return;
+    complete();
+    const std::uint32_t doorbell = load_acquire(view_.control->doorbell.value);
+    if (doorbell - done_ > kRingDepth) start_at(doorbell - kRingDepth);
+    while (done_ != doorbell && ours()) answer(done_ + 1, Status::cancelled);
+    serving_ = false;
+    wake_waiter();
+}
+
+}  // namespace tierd

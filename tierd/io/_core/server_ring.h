@@ -1,0 +1,156 @@
+// One ring as its server sees it: which requests are waiting, being read or answered.
+//
+// The protocol's rules for a server live here (docs/protocol.md): copy a request out once and judge
+// the copy, answer in order, look at the tenure before a read is submitted and before a request is
+// completed, and report a drained ring only when no read of it is in flight.
+//
+// Fault model: every word of the channel may hold any value at any time. A server never indexes
+// with, waits for, or loops over a number it has not bounded first.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "deadline_heap.h"
+#include "extent_map.h"
+#include "page.h"
+#include "protocol.h"
+#include "reader.h"
+#include "ring.h"
+
+namespace tierd {
+
+// A table as the pump serves it.
+struct ServedTable {
+    ImageKey key{};
+    Geometry geometry{};
+    std::uint64_t window_ns = 0;
+    ExtentMap map;
+    std::uint32_t rings = 0;  // that use it
+};
+
+// The server's private copy of one request, and how far it has come.
+struct ServerRequest {
+    std::uint32_t sequence = 0;
+    std::uint32_t first_page = 0;
+    std::uint32_t issued = 0;     // reads given to the reader so far, always rows 0..issued-1
+    std::uint32_t limit = 0;      // reads to issue in all; lowered to `issued` when it has failed
+    std::uint32_t in_flight = 0;  // of the issued ones, not yet reaped
+    Status status = Status::ok;
+    std::uint64_t key = 0;           // its deadline, see request_key()
+    std::uint32_t* pages = nullptr;  // rows_max numbers, bounds-checked
+};
+
+inline constexpr std::uint32_t kStatusCount = 8;
+
+struct RingCounters {
+    std::array<std::uint64_t, kStatusCount> answered{};  // requests, by Status
+    std::uint64_t pages = 0;                             // of the requests answered ok
+    std::uint64_t jumps = 0;                             // nonsense doorbells
+    std::uint64_t takeovers = 0;                         // times the guardian took the ring
+
+    void add(const RingCounters& other) {
+        for (std::uint32_t i = 0; i < kStatusCount; ++i) answered[i] += other.answered[i];
+        pages += other.pages;
+        jumps += other.jumps;
+        takeovers += other.takeovers;
+    }
+};
+
+// Decode before prefill, then the earliest deadline: when it was seen plus its table's window.
+constexpr std::uint64_t request_key(std::uint32_t priority, std::uint64_t seen_ns,
+                                    std::uint64_t window_ns) {
+    constexpr std::uint64_t kLast = (1ull << 63) - 1;
+    const std::uint64_t deadline = window_ns > kLast - seen_ns ? kLast : seen_ns + window_ns;
+    return static_cast<std::uint64_t>(priority) << 63 | deadline;
+}
+
+class ServerRing {
+  public:
+    ServerRing(const RingView& view, ServedTable* table);
+
+    // --- tenure ----------------------------------------------------------------------------------
+    // Starts serving a ring that has no read of this server in flight: reports it drained under the
+    // present epoch (the devices are open, so no earlier daemon's read can land any more) and, when
+    // the daemon owns it, goes on behind the last answered request and returns true.
+    bool adopt();
+    // True while this server may submit and complete.
+    bool ours() const {
+        const Tenure now = load_tenure(view_.control->tenure);
+        return now.owner == static_cast<std::uint32_t>(Owner::daemon) && now.epoch == epoch_;
+    }
+    bool serving() const { return serving_; }
+    // The ring was taken: nothing more is submitted or answered. Call adopt() again and again once
+    // in_flight is 0.
+    void lose();
+
+    // --- requests --------------------------------------------------------------------------------
+    // Whether accept() would take something in.
+    bool has_news() const;
+    // Takes in what the doorbell announces.
+    void accept(std::uint64_t now_ns);
+    // The request whose reads go out next, or null.
+    ServerRequest* issuing() {
+        return issue_ == accepted_ + 1 ? nullptr : &requests_[issue_ % kRingDepth];
+    }
+    // Call after a request's `issued` or `limit` changed: steps over fully issued requests.
+    void advance_issue();
+    // Answers every request at the head that has nothing left to do.
+    void complete();
+    void fail(ServerRequest& request, Status status);
+    // Reads that must finish before the oldest request can be answered.
+    std::uint32_t head_remaining() const;
+    // Removal: nothing more is accepted or issued; once in_flight is 0, cancel_rest() answers all.
+    void close();
+    void cancel_rest();
+
+    std::uint8_t* target(const ServerRequest& request, std::uint32_t row) const {
+        return view_.arena_d + static_cast<std::size_t>(arena_page(request, row)) * kPageBytes;
+    }
+    std::uint32_t arena_page(const ServerRequest& request, std::uint32_t row) const {
+        // Both terms are below arena_pages (row < rows_max <= arena_pages).
+        const std::uint32_t page = request.first_page + row;
+        return page >= view_.arena_pages ? page - view_.arena_pages : page;
+    }
+    std::int32_t buffer_of(std::uint32_t page) const {
+        return fixed ? first_buffer + static_cast<std::int32_t>(page >> kChunkShift) : kNoBuffer;
+    }
+
+    const RingView& view() const { return view_; }
+    RingControl& control() const { return *view_.control; }
+    const ServedTable& table() const { return *table_; }
+
+    // For the pump's books.
+    std::uint64_t key = 0;    // of the most urgent request not fully issued
+    std::uint64_t order = 0;  // when the ring was added
+    std::size_t heap_at = kNotInHeap;
+    std::uint32_t in_flight = 0;
+    std::uint32_t channel = 0;
+    std::uint32_t number = 0;  // in its channel
+    std::uint32_t table_number = 0;
+    bool fixed = false;  // arena D is registered
+    std::int32_t first_buffer = kNoBuffer;
+    std::uint32_t buffers = 0;  // reserved, from first_buffer on
+    RingCounters counters;
+
+  private:
+    void start_at(std::uint32_t base);
+    void take_in(std::uint32_t sequence, std::uint64_t now_ns);
+    void answer(std::uint32_t sequence, Status status);
+    void wake_waiter();
+
+    RingView view_;
+    ServedTable* table_;
+    bool serving_ = false;
+    bool closing_ = false;
+    std::uint32_t epoch_ = 0;     // under which it was adopted
+    std::uint32_t accepted_ = 0;  // last sequence taken in
+    std::uint32_t issue_ = 1;     // first sequence not fully issued, or accepted_ + 1
+    std::uint32_t done_ = 0;      // last sequence answered
+    std::array<ServerRequest, kRingDepth> requests_{};
+    std::unique_ptr<std::uint32_t[]> page_numbers_;
+};
+
+}  // namespace tierd
