@@ -1,1 +1,1 @@
-"""TODO."""
+"""REST on a Unix socket: status, images, clients, events, health."""

@@ -1,1 +1,45 @@
-"""TODO."""
+"""Engine adapters: they make an engine read its lookup tables through tierd.
+
+Two switches do the same: ``tierd run -- COMMAND`` from outside, or from inside a script, before the
+model is loaded::
+
+    import tierd.hook
+    tierd.hook.activate("transformers")
+
+Importing this package changes nothing and needs nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+from tierd.errors import HookError
+from tierd.hook import autostart, settings
+
+ENGINES = ("transformers",)
+
+
+def activate(
+    engine: str,
+    *,
+    socket: str | None = None,
+    model: str | None = None,
+    cache_rows: int | None = None,
+) -> None:
+    """Serve an engine's tables from tierd for models that are loaded from here on.
+
+    May be called again; what is given then replaces what was given before.
+
+    Args:
+        engine: ``"transformers"``.
+        socket: the daemon's engine socket; None takes ``TIERD_SOCKET`` or the default.
+        model: the name under which the tables were staged; None takes ``TIERD_MODEL`` or accepts
+            any image of the checkpoint's tables.
+        cache_rows: slots of the row cache; None takes ``TIERD_CACHE_ROWS`` or 65,536.
+
+    Raises:
+        HookError: an engine, or a version of it, that tierd does not serve.
+    """
+    if engine not in ENGINES:
+        known = ", ".join(ENGINES)
+        raise HookError(f"engine {engine!r} is not one that tierd serves; there is: {known}")
+    settings.override(socket=socket, model=model, cache_rows=cache_rows)
+    autostart.install()

@@ -1,0 +1,25 @@
+"""What every route needs."""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from tierd.daemon import Daemon
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+DAEMON = web.AppKey("daemon", Daemon)
+
+
+def reply(model: BaseModel) -> web.Response:
+    """Answer with a model as JSON."""
+    return web.Response(text=model.model_dump_json(), content_type="application/json")
+
+
+def moment(unix_s: float) -> str:
+    """Return a Unix time as ISO 8601 in UTC."""
+    return dt.datetime.fromtimestamp(unix_s, tz=dt.UTC).isoformat()

@@ -1,0 +1,257 @@
+"""The daemon: wires stores, pumps, sockets, history and REST together, and takes them apart.
+
+Start: lock the name, open the devices, start the pumps, then listen; whoever connects is served.
+Stop (SIGTERM, SIGINT): stop accepting, let requests under way be answered, drop the clients, stop
+the pumps, let go of the devices, remove sockets and locks. No policy lives here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import resource
+import signal
+import socket
+import time
+import uuid
+from typing import TYPE_CHECKING, Protocol
+
+import structlog
+import uvloop
+
+from tierd import __version__, claims
+from tierd.attach import AttachServer
+from tierd.catalog import Catalog
+from tierd.plane import DataPlane
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tierd.attach import AttachedClient
+    from tierd.config import Settings
+
+log = structlog.get_logger("tierd.daemon")
+
+WATCH_S = 1.0
+
+
+class Api(Protocol):
+    """What the daemon needs of a REST interface (tierd.api has it; imports point down)."""
+
+    async def start(self, sock: socket.socket) -> None:
+        """Serve on a listening socket."""
+
+    async def stop(self) -> None:
+        """Close connections and stop serving."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Identity:
+    """Which run of which daemon this is.
+
+    Attributes:
+        boot_id: new at every start.
+        started: Unix time, seconds.
+        started_monotonic: the same on the monotonic clock.
+    """
+
+    boot_id: str
+    started: float
+    started_monotonic: float
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self.started_monotonic
+
+
+class Daemon:
+    """One daemon.
+
+    Attributes:
+        plane: stores, images and pumps.
+        attach: the engine socket's server, and its clients.
+        catalog: history.
+    """
+
+    plane: DataPlane
+    attach: AttachServer
+    catalog: Catalog
+
+    def __init__(self, settings: Settings, make_api: Callable[[Daemon], Api]) -> None:
+        self.settings = settings
+        self.identity = Identity(uuid.uuid4().hex, time.time(), time.monotonic())
+        self._make_api = make_api
+        self._failed_seen: dict[tuple[int, int, int, str], int] = {}
+
+    async def run(self, on_ready: Callable[[], None] | None = None) -> None:
+        """Start, serve until SIGTERM or SIGINT, stop.
+
+        Raises:
+            TierdError: the daemon cannot start; nothing is left behind.
+        """
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        async with contextlib.AsyncExitStack() as stack:
+            await self._start(stack)
+            watcher = loop.create_task(self._watch())
+            stack.push_async_callback(_cancel, watcher)
+            claims.notify(f"READY=1\nSTATUS={len(self.plane.images)} images served")
+            if on_ready is not None:
+                on_ready()
+            stopped = loop.create_task(stop.wait())
+            # The watcher ends only by a programming fault, which stops the process.
+            await asyncio.wait({stopped, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            claims.notify("STOPPING=1")
+            log.info("stopping", clients=len(self.attach.clients))
+            if watcher.done():
+                stopped.cancel()
+                watcher.result()
+        log.info("stopped")
+
+    async def _start(self, stack: contextlib.AsyncExitStack) -> None:
+        """Acquire everything in order; the stack lets go of it in the reverse order."""
+        settings, paths = self.settings, self.settings.paths
+        _raise_descriptor_limit()
+        claims.make_directory(paths.runtime_dir, "daemon.runtime_dir")
+        what = f"a daemon named {settings.daemon.name} runs already"
+        stack.callback(claims.Claim.take(paths.lock, what).release)
+        self.catalog = self._open_catalog()
+        stack.callback(self.catalog.close)
+        self.plane = await asyncio.to_thread(DataPlane.open, settings)
+        stack.push_async_callback(asyncio.to_thread, self.plane.close)
+
+        engine = self._listen(
+            paths.engine_socket, socket.SOCK_SEQPACKET, settings.engine.socket_mode
+        )
+        stack.callback(engine.close)
+        rest = self._listen(paths.api_socket, socket.SOCK_STREAM, settings.api.socket_mode)
+        stack.callback(rest.close)
+
+        self.attach = AttachServer(
+            settings, self.plane, self.catalog, boot_id=self.identity.boot_id
+        )
+        stack.callback(self._record_stop)
+        self.attach.start(engine)
+        stack.push_async_callback(self.attach.stop, settings.daemon.drain_ms / 1000)
+        api = self._make_api(self)
+        await api.start(rest.sock)
+        stack.push_async_callback(api.stop)
+        self._announce()
+
+    def _listen(self, path: Path, kind: socket.SocketKind, mode: int) -> claims.Listener:
+        group = self.settings.engine.socket_group
+        return claims.Listener.open(path, kind, mode=mode, group=group)
+
+    def _open_catalog(self) -> Catalog:
+        """Open history; a state directory that cannot be made degrades it, no more."""
+        path = self.settings.paths.catalog
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        return Catalog(path, events_max=self.settings.catalog.events_max)
+
+    def _announce(self) -> None:
+        plane, paths = self.plane, self.settings.paths
+        for store in plane.stores:
+            device = store.device
+            log.info(
+                "device",
+                path=device.path,
+                uuid=store.uuid,
+                direct=device.direct,
+                reason=device.direct_reason,
+                images=len(store.images),
+            )
+        for name in plane.shadowed:
+            log.warning("image not served from here: another device has it as well", image=name)
+        pump = plane.pumps[0]
+        log.info(
+            "serving",
+            name=self.settings.daemon.name,
+            version=__version__,
+            pid=os.getpid(),
+            boot_id=self.identity.boot_id,
+            images=len(plane.images),
+            pumps=len(plane.pumps),
+            transport=pump.transport,
+            reason=pump.transport_reason,
+            engine_socket=str(paths.engine_socket),
+            api_socket=str(paths.api_socket),
+        )
+        devices = [store.device.path for store in plane.stores]
+        boot_id = self.identity.boot_id
+        self.catalog.record("started", boot_id, version=__version__, devices=devices)
+
+    def _record_stop(self) -> None:
+        boot_id = self.identity.boot_id
+        self.catalog.record("stopped", boot_id, uptime_s=round(self.identity.uptime_s, 1))
+
+    async def _watch(self) -> None:
+        """Once a second, look for requests that failed, and for history that cannot be kept."""
+        degraded = ""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            await self._look_for_failures()
+            if self.catalog.degraded != degraded:
+                degraded = self.catalog.degraded
+                if degraded:
+                    log.warning("history is not being kept", reason=degraded)
+                else:
+                    log.info("history is being kept again", lost=self.catalog.lost)
+
+    async def _look_for_failures(self) -> None:
+        """Record requests that the pumps answered with a failure since the last look."""
+        stats = await asyncio.to_thread(self.plane.stats)
+        clients = {
+            (client.attached.pump, client.attached.channel): client
+            for client in self.attach.clients.values()
+        }
+        seen: dict[tuple[int, int, int, str], int] = {}
+        for number, pump in enumerate(stats):
+            for ring in pump["rings"]:
+                client = clients.get((number, ring["channel"]))
+                for status, count in ring["failed"].items():
+                    key = (number, ring["channel"], ring["ring"], status)
+                    seen[key] = count
+                    new = count - self._failed_seen.get(key, 0)
+                    if client is not None and new and status != "cancelled":
+                        self._record_failure(client, ring["ring"], status, new)
+        self._failed_seen = seen
+
+    def _record_failure(self, client: AttachedClient, ring: int, status: str, count: int) -> None:
+        image = client.attached.images[ring]
+        log.error(
+            "requests failed",
+            image=image.info.name,
+            device=image.store.device.path,
+            status=status,
+            requests=count,
+            pid=client.pid,
+            engine=client.engine,
+        )
+        details = {"status": status, "requests": count, "client": client.client_id}
+        self.catalog.record("failed", image.info.name, **details)
+
+
+def serve(settings: Settings, make_api: Callable[[Daemon], Api]) -> None:
+    """Run a daemon in this process until it is told to stop."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(Daemon(settings, make_api).run())
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+def _raise_descriptor_limit() -> None:
+    """Use all the descriptors we may: each client costs several."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,243 @@
+"""From a checkpoint directory to its tables at the daemon, or a refusal that names the cure.
+
+A model must never read rows of another checkpoint, so nothing is matched by name alone: the tables'
+fingerprints are taken from the files that the engine is about to load and images of exactly these
+fingerprints are demanded. After attach a few rows of every table go the whole way and are compared
+with bytes read from the checkpoint by itself. A model that is built without a checkpoint can only
+be bound by the name under which its tables were staged.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tierd.errors import CheckpointError, HookError
+from tierd.gpu import client as gpu_client
+from tierd.io import _core
+from tierd.io import tables as io_tables
+from tierd.io.checkpoint import Checkpoint
+from tierd.types import ImageInfo, RowFormat, TableKind, TableSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from tierd.hook.settings import HookSettings
+
+SELF_TEST_ROWS = 16  # per table; reading them costs a few milliseconds
+_ROWS_MAX_TOTAL = 4096  # missing rows that one request of every table may list together
+_ROWS_MAX_LEAST = 128
+
+
+class AttachedTables:
+    """Tables of one model, attached; one lock, since a channel's client side is one thread's.
+
+    Attributes:
+        client: the attached client.
+        lock: held by whoever kicks or gathers.
+    """
+
+    def __init__(self, client: gpu_client.Client) -> None:
+        self.client = client
+        self.lock = threading.Lock()
+        # The last model that holds these tables takes the channel with it.
+        weakref.finalize(self, _close, client, os.getpid()).atexit = False
+        self._by_place = {
+            (image.table.kind, image.table.layer): client.table(image.name)
+            for image in client.attached
+        }
+
+    def table(self, kind: TableKind, layer: int) -> gpu_client.TableClient:
+        """Return the table that a layer reads.
+
+        Raises:
+            HookError: the checkpoint, or the staged model, has none for it.
+        """
+        found = self._by_place.get((kind, layer))
+        if found is None:
+            have = ", ".join(image.name for image in self.client.attached)
+            raise HookError(
+                f"the model's layer {layer} reads a {kind.value} table that is not staged "
+                f"(attached: {have}); run: tierd images"
+            )
+        return found
+
+
+def _close(client: gpu_client.Client, pid: int) -> None:
+    """Detach, but not from a forked child: its socket is the parent's, too."""
+    if os.getpid() == pid:
+        client.close()
+
+
+def attach_checkpoint(
+    directory: Path, files: Iterable[Path], kind: TableKind, settings: HookSettings, engine: str
+) -> AttachedTables:
+    """Attach a checkpoint's tables of one kind and try them.
+
+    Args:
+        directory: the checkpoint.
+        files: the shards that the engine loads; the tables must lie in these.
+        kind: which tables.
+        settings: socket, name and cache size.
+        engine: the engine's name and version, for people.
+
+    Raises:
+        HookError: no image has the fingerprint of these tables, or a row differs.
+        AttachError: no daemon, or it refused.
+    """
+    checkpoint, specs = _specs(directory, files, kind)
+    images = _images(settings)
+    chosen = [_match(checkpoint, spec, images, directory, settings) for spec in specs]
+    attached = _attach(chosen, settings, engine)
+    try:
+        for spec in specs:
+            _self_test(checkpoint, spec, attached.table(kind, spec.layer))
+    except BaseException:
+        attached.client.close()
+        raise
+    return attached
+
+
+def attach_named(kind: TableKind, settings: HookSettings, engine: str) -> AttachedTables:
+    """Attach the tables that were staged under ``settings.model``, for a model without files.
+
+    Raises:
+        HookError: that name has no table of this kind.
+        AttachError: no daemon, or it refused.
+    """
+    chosen = [image for image in _images(settings) if image.table.kind == kind]
+    if not chosen:
+        raise HookError(
+            f"the daemon at {settings.socket} has no {kind.value} table of model "
+            f"{settings.model!r}; run: tierd images"
+        )
+    return _attach(chosen, settings, engine)
+
+
+def _specs(
+    directory: Path, files: Iterable[Path], kind: TableKind
+) -> tuple[Checkpoint, list[TableSpec]]:
+    try:
+        checkpoint = Checkpoint.open(directory)
+        found = io_tables.find_tables(checkpoint)
+    except CheckpointError as error:
+        raise HookError(
+            f"{directory}: the tables of this checkpoint cannot be read: {error}"
+        ) from None
+    specs = [spec for spec in found if spec.kind == kind]
+    if not specs:
+        raise HookError(f"{directory}: holds no {kind.value} table, but the model reads one")
+    loaded = {path.resolve() for path in files}
+    for spec in specs:
+        for name in spec.tensors:
+            path = checkpoint.tensors[name].path
+            if path.resolve() not in loaded:
+                raise HookError(
+                    f"{directory}: the model is loaded from other files than {path.name}, which "
+                    f"holds its table {spec.name}; load without `variant`, or stage a directory "
+                    "that holds only these files"
+                )
+    return checkpoint, specs
+
+
+def _images(settings: HookSettings) -> list[ImageInfo]:
+    return gpu_client.list_images(settings.socket, settings.model, wait_s=settings.wait_s)
+
+
+def _match(
+    checkpoint: Checkpoint,
+    spec: TableSpec,
+    images: Sequence[ImageInfo],
+    directory: Path,
+    settings: HookSettings,
+) -> ImageInfo:
+    """Return the image with this table's fingerprint."""
+    fingerprint = io_tables.fingerprint(checkpoint, spec)
+    for image in images:
+        if image.fingerprint == fingerprint and image.table.kind == spec.kind:
+            return image
+    where = f"the daemon at {settings.socket}"
+    if settings.model is not None:
+        where += f" (model {settings.model})"
+    others = [image.name for image in images if image.table.name == spec.name]
+    if others:
+        raise HookError(
+            f"{where} has {', '.join(others)}, but staged from other data than {directory} holds "
+            f"(fingerprint {fingerprint[:12]}): the checkpoint changed, or is another; "
+            f"run: tierd stage {directory}"
+        )
+    raise HookError(
+        f"{where} has no image of table {spec.name} of {directory}; run: tierd stage {directory}"
+    )
+
+
+def _attach(images: Sequence[ImageInfo], settings: HookSettings, engine: str) -> AttachedTables:
+    for image in images:
+        if image.table.row_format == RowFormat.E4M3:
+            raise HookError(
+                f"{image.name}: {engine} does not apply the scale of an fp8 table, so its own rows "
+                "would be wrong, too; use a checkpoint with a bf16 table"
+            )
+    places = [(image.table.kind, image.table.layer) for image in images]
+    for image, place in zip(images, places, strict=True):
+        if places.count(place) > 1:
+            raise HookError(
+                f"{image.name} is one of several tables for layer {image.table.layer}; set "
+                "TIERD_MODEL to the name of the model to serve; run: tierd images"
+            )
+    rows_max = max(_ROWS_MAX_LEAST, _ROWS_MAX_TOTAL // len(images))
+    client = gpu_client.Client.attach(
+        settings.socket,
+        images,
+        engine=engine,
+        cache_rows=settings.cache_rows,
+        rows_max=rows_max,
+        wait_s=settings.wait_s,
+    )
+    return AttachedTables(client)
+
+
+def _self_test(checkpoint: Checkpoint, spec: TableSpec, table: gpu_client.TableClient) -> None:
+    """Compare sampled rows that went the whole way with the checkpoint's bytes.
+
+    Raises:
+        HookError: a row differs.
+    """
+    ids = _sample(spec)
+    expected = np.concatenate(
+        [io_tables.RowReader(checkpoint, spec).read(int(row), 1) for row in ids]
+    )
+    served = np.empty((len(ids), spec.dim), dtype=np.uint16)
+    table.gather(ids, served)
+    differs = (served != _bf16(expected, spec)).any(axis=1)
+    wrong = ids[differs]
+    if len(wrong) > 0:
+        raise HookError(
+            f"{table.info.name}: row {wrong[0]} is not what {spec.tensors[0]} holds "
+            f"({len(wrong)} of {len(ids)} sampled rows differ); "
+            f"run: tierd verify {table.info.name} --full"
+        )
+
+
+def _sample(spec: TableSpec) -> NDArray[np.int64]:
+    """First row, last row and others spread by a fixed seed."""
+    chosen = {0, spec.rows - 1}
+    generator = random.Random(spec.rows)  # noqa: S311 - a sample, not a secret
+    while len(chosen) < min(SELF_TEST_ROWS, spec.rows):
+        chosen.add(generator.randrange(spec.rows))
+    return np.array(sorted(chosen), dtype=np.int64)
+
+
+def _bf16(rows: NDArray[np.uint8], spec: TableSpec) -> NDArray[np.uint16]:
+    """Decode stored rows to bf16 bits."""
+    out = np.empty((len(rows), spec.dim), dtype=np.uint16)
+    _core.decode_rows(np.ascontiguousarray(rows), out, row_format=spec.row_format.value)
+    return out

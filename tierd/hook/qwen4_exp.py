@@ -1,0 +1,125 @@
+"""Qwen4Exp: the n-gram table of each PLE layer (``layers.N.ple.ple_embedding.ngram_embedding``).
+
+The stock module hashes token ids to row numbers and looks them up when its layer runs. Its hash is
+left to it; only the lookup is replaced. All row numbers follow from the input ids and the cached
+context, so they are hashed once more when the model's forward starts, and reading starts there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from tierd.hook import rows
+from tierd.types import TableKind
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+
+def patch(module: ModuleType) -> None:
+    """Patch ``transformers.models.qwen4_exp.modeling_qwen4_exp``."""
+    stock = module.Qwen4ExpTextNGramEmbedding
+    module.Qwen4ExpTextNGramEmbedding = _subclass(stock)
+    text_model = module.Qwen4ExpTextModel
+    stock_init = text_model.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock_init(self, *args, **kwargs)
+        self.register_forward_pre_hook(_kick_all, with_kwargs=True)
+
+    text_model.__init__ = init
+
+
+class _Kicked(Exception):  # noqa: N818 - not an error: it ends a stock forward at the lookup
+    pass
+
+
+class NGramRows(nn.Module):
+    """In place of the table's ``nn.Embedding``."""
+
+    tierd_ignored_key = r"ple_embedding\.ngram_embedding\.(weight|shard_\d+\.weight)$"
+
+    def __init__(self, table_rows: int, dim: int, layer: int) -> None:
+        super().__init__()
+        self.tierd = rows.TableStandIn(TableKind.PLE, [layer], table_rows, dim)
+        self.kicks_only = False
+        self.register_buffer("weight", torch.empty(0, dim), persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return rows [*ids.shape, dim]; see :class:`rows.TableStandIn`."""
+        if self.kicks_only:
+            self.tierd.kick(ids, self.weight)
+            raise _Kicked
+        rows.refuse_training(self)
+        return self.tierd.gather(ids, self.weight)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self.tierd.cast(self.weight.dtype)
+        return self
+
+
+def _subclass(stock: type[nn.Module]) -> type[nn.Module]:
+    class TierdNGramEmbedding(stock):  # type: ignore[valid-type, misc]
+        """The stock module without its table."""
+
+        def __init__(
+            self, config: Any, embedding_dim: int, layer_idx: int, ple_layer_index: int = 0
+        ) -> None:
+            rows.check_origin()
+            with rows.TablesOnMeta():
+                super().__init__(config, embedding_dim, layer_idx, ple_layer_index)
+            table = self.ngram_embedding
+            self.ngram_embedding = NGramRows(table.num_embeddings, table.embedding_dim, layer_idx)
+
+        def tierd_kick(self, input_ids: torch.Tensor, cache: Any) -> None:
+            """Hash ids as :meth:`forward` will and start reading; the cache is left alone."""
+            self.ngram_embedding.kicks_only = True
+            try:
+                stock.forward(self, input_ids, None if cache is None else _Peek(cache))
+            except _Kicked:
+                pass
+            finally:
+                self.ngram_embedding.kicks_only = False
+
+    TierdNGramEmbedding.__qualname__ = TierdNGramEmbedding.__name__ = stock.__name__
+    return TierdNGramEmbedding
+
+
+class _Peek:
+    """A cache that can be read and is not written."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> None:
+        """Keep nothing."""
+
+
+def _kick_all(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Start all PLE layers' reads: a pre-hook of the text model's forward.
+
+    What it cannot see (ids that follow from embeddings, a mask made elsewhere) is read when the
+    layer asks for it.
+    """
+    ids = kwargs.get("ple_input_ids")
+    if ids is None:
+        ids = kwargs.get("input_ids", args[0] if args else None)
+    if not isinstance(ids, torch.Tensor):
+        return
+    mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and ids.shape[1] > 1:
+        # The stock model reads padding as end of text.
+        eos = model.config.eos_token_id
+        eos = eos[0] if isinstance(eos, list) else eos
+        ids = torch.where(mask[:, -ids.shape[1] :].bool(), ids, eos)
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))
+    for layer in model.layers:
+        if layer.ple is not None:
+            layer.ple.ple_embedding.tierd_kick(ids, cache)

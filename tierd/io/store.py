@@ -1,0 +1,553 @@
+"""A store: the images on one device, their extents, and the commits that change them.
+
+The device's root is the truth; this class holds a copy of it and replaces that copy only after a
+commit has reached the medium. Free space is never written down: it is what no extent covers.
+Extents that a reader still holds a lease on, or that a staging in progress was given, are not
+free either. One process has the store open for writing; its threads may share it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import errno
+import os
+import secrets
+import stat
+import threading
+import uuid
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from tierd.errors import (
+    DeviceBusyError,
+    DeviceDamagedError,
+    DeviceError,
+    DeviceForeignError,
+    DeviceTooSmallError,
+    ImageError,
+)
+from tierd.io import signatures, superblock
+from tierd.io.device import PAGE_BYTES, Device, aligned_buffer
+from tierd.io.layout import (
+    RESERVED_BYTES,
+    UNIT_BYTES,
+    Areas,
+    choose_extents,
+    free_ranges,
+    occupied,
+)
+from tierd.io.superblock import ExtentTable, Identity, Root, StoredImage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from tierd.types import Extent, ImageInfo
+
+COMPLETE = "complete"
+_GENERATION_MAX = (1 << 32) - 1
+_WIPE_BYTES = 4 << 20
+
+__all__ = ["COMPLETE", "Store", "StoredImage"]
+
+
+class Store:
+    """The images on one device.
+
+    Attributes:
+        device: the open device.
+        note: what was odd when the store was opened, such as one damaged root; mostly empty.
+    """
+
+    def __init__(self, device: Device, loaded: superblock.Loaded) -> None:
+        """Take over an open device and what :func:`superblock.load` found on it."""
+        self.device = device
+        self.note = loaded.note
+        self._root = loaded.root
+        self._table = loaded.table
+        self._highest = loaded.highest_sequence
+        self._areas = Areas.of(loaded.root.device_bytes)
+        self._pending: list[Extent] = []
+        self._broken = ""
+        self._lock = threading.RLock()
+
+    # --- opening -------------------------------------------------------------------------------
+
+    @classmethod
+    def format(
+        cls, path: str | os.PathLike[str], *, size: int | None = None, force: str | None = None
+    ) -> Self:
+        """Make an empty store.
+
+        Args:
+            path: a block device, or a file (made if it does not exist).
+            size: bytes of the file; needed for a new one. Not for block devices.
+            force: the device's own path or name, to overwrite what it holds.
+
+        Raises:
+            DeviceForeignError: it holds something, and ``force`` does not name it.
+            DeviceBusyError: another process, or a reader's lease, holds it.
+            DeviceTooSmallError: too small for the roots and 2 MiB of data, or the disk below is.
+            DeviceError: it cannot be made, opened or written.
+        """
+        path = os.fspath(path)
+        made = _make_file(path, size)
+        try:
+            device = Device.open(path, write=True)
+            try:
+                _refuse_content(device, path, force)
+                _write_empty(device)
+                return cls._open(device)
+            except BaseException:
+                device.close()
+                raise
+        except BaseException:
+            if made:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+            raise
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, write: bool = True) -> Self:
+        """Open a store; with ``write=False`` beside a daemon that has it open.
+
+        Raises:
+            DeviceForeignError: the device was never formatted by tierd.
+            DeviceDamagedError: neither root is whole.
+            DeviceVersionError: a newer tierd wrote it.
+            DeviceBusyError: another process writes it.
+            DeviceError: it cannot be opened or read, or it shrank.
+        """
+        device = Device.open(path, write=write)
+        try:
+            return cls._open(device)
+        except BaseException:
+            device.close()
+            raise
+
+    @classmethod
+    def _open(cls, device: Device) -> Self:
+        loaded = _load_settled(device)
+        if loaded is None:
+            content = signatures.find_content(device)
+            what = f"holds {content}" if content else "is empty"
+            raise DeviceForeignError(
+                f"{device.path} is no tierd store, it {what}; run: tierd init {device.path}"
+            )
+        return cls(device, loaded)
+
+    def close(self) -> None:
+        """Close the device; a second call does nothing."""
+        self.device.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- what is there ---------------------------------------------------------------------------
+
+    @property
+    def uuid(self) -> str:
+        """The device's identity, whatever its name is today."""
+        return str(self._root.uuid)
+
+    @property
+    def sequence(self) -> int:
+        """Number of the commit in force."""
+        return self._root.sequence
+
+    @property
+    def images(self) -> list[StoredImage]:
+        """All images, by name."""
+        return sorted(self._table.images.values(), key=lambda image: image.name)
+
+    @property
+    def placements(self) -> dict[str, dict[str, Any]]:
+        """What was stored by :meth:`set_placement`, by image name."""
+        return dict(self._table.placements)
+
+    @property
+    def identities(self) -> dict[str, Identity]:
+        """The last identity given to each name, deleted ones included."""
+        return dict(self._table.identities)
+
+    def find(self, name: str) -> StoredImage | None:
+        """Return the image called ``name``, or None."""
+        return self._table.images.get(name)
+
+    def image(self, name: str) -> StoredImage:
+        """Return the image called ``name``.
+
+        Raises:
+            ImageError: there is none; the message lists near names.
+        """
+        found = self.find(name)
+        if found is None:
+            near = difflib.get_close_matches(name, self._table.images, n=3, cutoff=0.4)
+            hint = f"; near names: {', '.join(near)}" if near else ""
+            raise ImageError(
+                f"no image {name!r} on {self.device.path} ({len(self._table.images)} images)"
+                f"{hint}; run: tierd images"
+            )
+        return found
+
+    # --- room ------------------------------------------------------------------------------------
+
+    @property
+    def capacity_pages(self) -> int:
+        """Pages that an empty store of this size can hold."""
+        return (self._areas.data_end - self._areas.data_start) // PAGE_BYTES
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that can be allocated now, in whole units of 512."""
+        with self._lock:
+            return sum(end - start for start, end in self._free()) // PAGE_BYTES
+
+    def pages_after_dropping(self, name: str) -> int:
+        """Pages that dropping an image would free: none while a reader holds a lease on it."""
+        with self._lock:
+            found = self.find(name)
+            if found is None or self._is_leased(found.extents):
+                return 0
+            return sum(end - start for start, end in map(occupied, found.extents)) // PAGE_BYTES
+
+    def allocate(self, pages: int) -> list[Extent]:
+        """Set extents aside for an image of ``pages`` pages, in one run if there is room for it.
+
+        They are this process's until :meth:`commit_image` makes them the image's, or
+        :meth:`release` gives them back; the device learns nothing before the commit.
+
+        Raises:
+            DeviceTooSmallError: not enough room.
+        """
+        assert pages > 0, "an image has at least one page"
+        with self._lock:
+            self._require_writable()
+            free = self._free()
+            extents = choose_extents(free, pages)
+            if extents is None:
+                raise self.too_small(pages, sum(end - start for start, end in free) // PAGE_BYTES)
+            self._pending += extents
+            return extents
+
+    def release(self, extents: Iterable[Extent]) -> None:
+        """Give back what :meth:`allocate` set aside; what a commit has used is passed over."""
+        with self._lock:
+            for extent in extents:
+                if extent in self._pending:
+                    self._pending.remove(extent)
+
+    def too_small(self, pages: int, have: int) -> DeviceTooSmallError:
+        """Return the error that says how much is needed and how much there is."""
+        return DeviceTooSmallError(
+            f"{self.device.path} has {have * PAGE_BYTES} bytes free "
+            f"({have * PAGE_BYTES / 2**30:.2f} GiB), the tables need {pages * PAGE_BYTES} "
+            f"({pages * PAGE_BYTES / 2**30:.2f} GiB); delete an image or use a larger device; "
+            "run: tierd images"
+        )
+
+    def _free(self) -> list[tuple[int, int]]:
+        used = [occupied(extent) for extent in self._table.all_extents()]
+        used += [occupied(extent) for extent in self._pending]
+        used += self.device.leased_ranges(self._areas.data_start, self._areas.data_end)
+        return free_ranges(self._areas, used)
+
+    # --- readers ---------------------------------------------------------------------------------
+
+    def reader_fd(self, images: Iterable[StoredImage]) -> int:
+        """Open the device for a reader of ``images`` and return the descriptor.
+
+        For as long as any copy of it is open, in any process and across restarts of this one,
+        the images' extents are not reused, not discarded, and the images cannot be deleted.
+
+        Raises:
+            ImageError: an image was deleted or replaced meanwhile.
+            DeviceError: the device cannot be opened again or has no byte-range locks.
+        """
+        images = list(images)
+        ranges = [
+            (start, end - start) for image in images for start, end in map(occupied, image.extents)
+        ]
+        with self._lock:  # no commit may drop the images between the look and the lease
+            for image in images:
+                if self.find(image.name) != image:
+                    raise ImageError(
+                        f"image {image.name} generation {image.info.generation} on "
+                        f"{self.device.path} was deleted or replaced; attach again; "
+                        "run: tierd images"
+                    )
+            return self.device.readonly_fd(ranges)
+
+    def _is_leased(self, extents: Iterable[Extent]) -> bool:
+        return any(self.device.leased_ranges(*occupied(extent)) for extent in extents)
+
+    # --- changing --------------------------------------------------------------------------------
+
+    def reserve_identity(self, name: str) -> tuple[int, int]:
+        """Commit and return a new (image id, generation) for ``name``.
+
+        Committed before the first page is written: an attempt that is killed has used its
+        generation up, so its pages can never pass for those of the next attempt.
+
+        Raises:
+            DeviceError: the commit failed.
+        """
+        with self._lock:
+            identity = self._next_identity(name)
+            self._commit(identities={**self._table.identities, name: identity})
+            return identity.image_id, identity.generation
+
+    def commit_image(self, info: ImageInfo, extents: Iterable[Extent]) -> StoredImage:
+        """Make a staged image part of the store, in place of one of the same name.
+
+        The caller has flushed the device after the last page. The replaced image's extents are
+        discarded unless a reader holds a lease on them.
+
+        Raises:
+            DeviceError: the commit failed; the store must be opened again.
+        """
+        placed = tuple(extents)
+        assert sum(extent.pages for extent in placed) == info.pages, "extents cover the image"
+        image = StoredImage(info, placed, COMPLETE, (self.uuid,))
+        with self._lock:
+            replaced = self.find(info.name)
+            identity = Identity(info.image_id, info.generation)
+            self._commit(
+                images={**self._table.images, info.name: image},
+                identities={**self._table.identities, info.name: identity},
+            )
+            self.release(placed)
+            dropped = () if replaced is None else replaced.extents
+            self._pending += dropped  # nobody is given them before they are discarded
+        self._discard(dropped)
+        return image
+
+    def delete_image(self, name: str, *, wipe: bool = False) -> None:
+        """Drop an image, raise its generation, and give its extents back to the device.
+
+        Args:
+            name: ``model/table``.
+            wipe: overwrite the extents with zeroes and read them back.
+
+        Raises:
+            ImageError: no such image.
+            DeviceBusyError: a reader holds a lease on it.
+            DeviceError: the commit failed, or the wipe did not take.
+        """
+        with self._lock:
+            image = self.image(name)
+            if self._is_leased(image.extents):
+                raise DeviceBusyError(
+                    f"image {name} on {self.device.path} is attached by an engine, so it cannot "
+                    "be deleted; stop the engine first; run: tierd clients"
+                )
+            images = {key: value for key, value in self._table.images.items() if key != name}
+            placements = {k: v for k, v in self._table.placements.items() if k != name}
+            self._commit(
+                images=images,
+                placements=placements,
+                identities={**self._table.identities, name: self._next_identity(name)},
+            )
+            self._pending += image.extents  # nobody is given them before they are discarded
+        try:
+            if wipe:
+                self._wipe(image.extents)
+        finally:
+            self._discard(image.extents)
+
+    def set_placement(self, name: str, placement: dict[str, Any] | None) -> None:
+        """Store what must survive of an image's placement (tiers, quota, window); None drops it.
+
+        Raises:
+            ImageError: no such image.
+            DeviceError: the commit failed.
+        """
+        with self._lock:
+            self.image(name)
+            placements = {k: v for k, v in self._table.placements.items() if k != name}
+            if placement is not None:
+                placements[name] = placement
+            self._commit(placements=placements)
+
+    def _next_identity(self, name: str) -> Identity:
+        known = self._table.identities.get(name)
+        if known is None or known.generation >= _GENERATION_MAX:
+            return Identity(secrets.randbits(64), 1)
+        return Identity(known.image_id, known.generation + 1)
+
+    def _commit(self, **changes: Any) -> None:
+        """Write a changed extent table and the root that names it."""
+        self._require_writable()
+        table = dataclasses.replace(self._table, **changes)
+        sequence = max(self._highest, self._root.sequence) + 1
+        data = table.pack(self._root.uuid, sequence)
+        if len(data) > self._areas.table_bytes:
+            raise DeviceError(
+                f"{self.device.path}: the extent table would have {len(data)} bytes, there is room "
+                f"for {self._areas.table_bytes}; delete images; run: tierd images"
+            )
+        used = 0 if self._root.table_offset == self._areas.table_offset(0) else 1
+        root = dataclasses.replace(
+            self._root,
+            sequence=sequence,
+            slot=1 - self._root.slot,
+            table_offset=self._areas.table_offset(1 - used),
+            table_bytes=len(data),
+            table_crc=superblock.crc(data),
+        )
+        table.check(root)
+        try:
+            superblock.store(self.device, root, data)
+        except DeviceError as error:
+            self._broken = str(error)
+            raise
+        self._root, self._table, self._highest = root, table, sequence
+
+    def _require_writable(self) -> None:
+        assert self.device.writable, "the store was opened for reading"
+        if self._broken:
+            raise DeviceError(
+                f"{self.device.path}: an earlier commit failed ({self._broken}), so the store "
+                "must be opened anew before it is changed; run: systemctl restart tierd"
+            )
+
+    def _discard(self, extents: Sequence[Extent]) -> None:
+        """Discard and release pending extents; outside the lock, since it may take seconds.
+
+        A hint: a device that cannot discard keeps the old bytes, which nothing names any more.
+        """
+        try:
+            for extent in extents:
+                start, end = occupied(extent)
+                if not self.device.leased_ranges(start, end):
+                    self.device.discard(start, end - start)
+        finally:
+            self.release(extents)
+
+    def _wipe(self, extents: Iterable[Extent]) -> None:
+        zeroes = aligned_buffer(_WIPE_BYTES)
+        back = aligned_buffer(_WIPE_BYTES)
+        for offset, length in _pieces(extents, _WIPE_BYTES):
+            self.device.write(offset, zeroes[:length])
+        self.device.flush()
+        for offset, length in _pieces(extents, _WIPE_BYTES):
+            self.device.read_into(offset, back[:length])
+            if np.any(back[:length]):
+                raise DeviceError(
+                    f"{self.device.path}: bytes at {offset} are not zero after they were wiped; "
+                    "the device does not store what it is told; run: dmesg"
+                )
+
+
+def _pieces(extents: Iterable[Extent], size: int) -> Iterator[tuple[int, int]]:
+    for extent in extents:
+        start, end = occupied(extent)
+        for offset in range(start, end, size):
+            yield offset, min(size, end - offset)
+
+
+def _load_settled(device: Device) -> superblock.Loaded | None:
+    """Load; for a reader beside a writer, again if two commits overtook the first look."""
+    for _ in range(0 if device.writable else 3):
+        with contextlib.suppress(DeviceDamagedError):
+            return superblock.load(device)
+    return superblock.load(device)
+
+
+def _make_file(path: str, size: int | None) -> bool:
+    """Make the file if there is none, or lengthen an empty one; True if it was made here."""
+    try:
+        info = os.stat(path)
+    except FileNotFoundError:
+        if size is None:
+            raise DeviceError(
+                f"{path} does not exist; a new file needs a size; run: tierd init {path} --size 64G"
+            ) from None
+        info = None
+    except OSError as error:
+        raise DeviceError(f"{path}: {os.strerror(error.errno or 0)}; run: ls -l {path}") from None
+    if size is None or (info is not None and info.st_size == size):
+        return False
+    if info is not None and stat.S_ISBLK(info.st_mode):
+        raise DeviceError(f"{path} is a block device, its size is its own; leave --size away")
+    if info is not None and info.st_size > 0:
+        raise DeviceError(
+            f"{path} exists and has {info.st_size} bytes, not {size}; use its size or another "
+            f"name; run: ls -l {path}"
+        )
+    _require_minimum(path, size)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, size)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if info is None:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        if error.errno in {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}:
+            free = os.statvfs(os.path.dirname(os.path.abspath(path)))
+            raise DeviceTooSmallError(
+                f"{path}: no room for {size} bytes, the file system has "
+                f"{free.f_bavail * free.f_frsize} free; run: df -h {os.path.dirname(path) or '.'}"
+            ) from None
+        raise DeviceError(f"{path}: cannot make it: {os.strerror(error.errno or 0)}") from None
+    return info is None
+
+
+def _require_minimum(path: str, size: int) -> None:
+    areas = Areas.of(size)
+    if areas.data_end <= areas.data_start:
+        raise DeviceTooSmallError(
+            f"{path} has {size} bytes; the smallest store has {areas.data_start + UNIT_BYTES}; "
+            "use a larger device"
+        )
+
+
+def _refuse_content(device: Device, path: str, force: str | None) -> None:
+    _require_minimum(path, device.size)
+    if device.leased_ranges(0, device.size):
+        raise DeviceBusyError(
+            f"{path} is still read by an engine that attached to its images; stop the engine "
+            "first; run: tierd clients"
+        )
+    content = signatures.find_content(device)
+    if content is None:
+        return
+    real = os.path.realpath(path)
+    names = {path, real, os.path.basename(path), os.path.basename(real)}
+    if force in names:
+        return
+    given = f" (--force names {force}, which is not this device)" if force is not None else ""
+    raise DeviceForeignError(
+        f"{path} holds {content}, which would be lost{given}; if that is what you want, "
+        f"run: tierd init --force {path} {path}"
+    )
+
+
+def _write_empty(device: Device) -> None:
+    """Clear the first and the last MiB, so that no old mark survives, and write the first root."""
+    device.write(0, aligned_buffer(RESERVED_BYTES))
+    device.write(signatures.tail_offset(device), aligned_buffer(signatures.TAIL_BYTES))
+    device.flush()
+    areas = Areas.of(device.size)
+    table, ident = ExtentTable(), uuid.uuid4()
+    data = table.pack(ident, 1)
+    root = Root(
+        sequence=1,
+        slot=0,
+        uuid=ident,
+        device_bytes=device.size,
+        block_size=device.block_size,
+        table_offset=areas.table_offset(0),
+        table_bytes=len(data),
+        area_bytes=areas.table_bytes,
+        table_crc=superblock.crc(data),
+    )
+    superblock.store(device, root, data)

@@ -1,0 +1,375 @@
+"""Roots and the extent table: their bytes, and the order in which they reach the device.
+
+Fault model: power or process may go at any instruction; of the writes since the last flush any
+subset may have reached the medium, a 4 KiB write in part; bytes may rot afterwards. A root counts
+only if its own checksum and that of the table it names are right, and the newest such root wins.
+A commit writes to the table area and the root slot that the root in force does not use, the table
+first, with a flush after each; so the root in force stays whole until the next one is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+import uuid
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from tierd.errors import DeviceDamagedError, DeviceError, DeviceVersionError
+from tierd.io import _core
+from tierd.io.device import PAGE_BYTES, Device, aligned_buffer
+from tierd.io.layout import ROOT_BYTES, ROOT_OFFSETS, UNIT_PAGES, Areas, occupied, round_up
+from tierd.types import Extent, ImageInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MAGIC = b"TIERDVOL"
+FORMAT_VERSION = 1
+TABLE_FORMAT = "tierd extent table"
+# magic, version, block size, sequence, uuid, root offset, device bytes, table offset, table bytes,
+# table area bytes, table CRC. The magic again and the root's CRC32C are its last 12 bytes.
+_ROOT = struct.Struct("<8sIIQ16sQQQQQI")
+_TAIL = struct.Struct("<8sI")
+_TAIL_OFFSET = ROOT_BYTES - _TAIL.size
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Root:
+    """One root: names the extent table that is in force.
+
+    Attributes:
+        sequence: number of the commit, from 1; the newest valid root wins.
+        slot: 0 or 1, which of the two places it lies at.
+        device_bytes: size of the device when it was formatted.
+        table_offset: byte where the table starts, one of the two areas.
+        table_bytes: its length.
+        area_bytes: length of a table area.
+    """
+
+    sequence: int
+    slot: int
+    uuid: uuid.UUID
+    device_bytes: int
+    block_size: int
+    table_offset: int
+    table_bytes: int
+    area_bytes: int
+    table_crc: int
+
+    def pack(self) -> bytes:
+        """Return the 4 KiB that go to the device."""
+        head = _ROOT.pack(
+            MAGIC,
+            FORMAT_VERSION,
+            self.block_size,
+            self.sequence,
+            self.uuid.bytes,
+            ROOT_OFFSETS[self.slot],
+            self.device_bytes,
+            self.table_offset,
+            self.table_bytes,
+            self.area_bytes,
+            self.table_crc,
+        )
+        body = head.ljust(_TAIL_OFFSET, b"\0") + MAGIC
+        return body + struct.pack("<I", crc(body))
+
+    @classmethod
+    def unpack(cls, data: bytes, slot: int) -> Self | str:
+        """Read a root that lies at ``slot``, or return why these bytes are none.
+
+        Raises:
+            DeviceVersionError: a whole root of a newer format.
+        """
+        magic, version, block, sequence, ident, place, size, offset, length, area, table_crc = (
+            _ROOT.unpack_from(data)
+        )
+        tail_magic, stored_crc = _TAIL.unpack_from(data, _TAIL_OFFSET)
+        if MAGIC not in (magic, tail_magic):
+            return "no root there"
+        if crc(data[: ROOT_BYTES - 4]) != stored_crc or magic != MAGIC:
+            return "its checksum is wrong"
+        if version > FORMAT_VERSION:
+            raise DeviceVersionError(
+                f"written in format {version}, this tierd knows up to {FORMAT_VERSION}; "
+                "install a newer tierd"
+            )
+        if place != ROOT_OFFSETS[slot]:
+            return "it belongs to another place"
+        return cls(
+            sequence, slot, uuid.UUID(bytes=ident), size, block, offset, length, area, table_crc
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Identity:
+    """The last (image id, generation) given to a name: the next one is a generation further.
+
+    It outlives the image, so that pages of a deleted or half-staged image never pass for those
+    of a later one of the same name.
+    """
+
+    image_id: int
+    generation: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredImage:
+    """An image as the home device's extent table names it.
+
+    Attributes:
+        info: the manifest.
+        extents: its pages on this device, sorted by first page.
+        state: ``complete``; anything else is not served.
+        devices: UUIDs of all devices that hold a part of it, the home device first.
+    """
+
+    info: ImageInfo
+    extents: tuple[Extent, ...]
+    state: str
+    devices: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """``model/table``."""
+        return self.info.name
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """Extents of an image whose home is another device; they count if its root names this one."""
+
+    image_id: int
+    generation: int
+    home: str
+    extents: tuple[Extent, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExtentTable:
+    """What a root names: everything that must survive, by name."""
+
+    images: dict[str, StoredImage] = dataclasses.field(default_factory=dict)
+    parts: tuple[Part, ...] = ()
+    placements: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    identities: dict[str, Identity] = dataclasses.field(default_factory=dict)
+
+    def all_extents(self) -> Iterator[Extent]:
+        """Every extent in use on this device."""
+        for image in self.images.values():
+            yield from image.extents
+        for part in self.parts:
+            yield from part.extents
+
+    def pack(self, ident: uuid.UUID, sequence: int) -> bytes:
+        """Return the table's JSON; uuid and sequence tie it to its root."""
+        images = [
+            {
+                "info": image.info.to_json(),
+                "state": image.state,
+                "devices": list(image.devices),
+                "extents": [dataclasses.astuple(extent) for extent in image.extents],
+            }
+            for _, image in sorted(self.images.items())
+        ]
+        parts = [
+            {
+                "image_id": f"{part.image_id:016x}",
+                "generation": part.generation,
+                "home": part.home,
+                "extents": [dataclasses.astuple(extent) for extent in part.extents],
+            }
+            for part in self.parts
+        ]
+        identities = {
+            name: {"image_id": f"{identity.image_id:016x}", "generation": identity.generation}
+            for name, identity in sorted(self.identities.items())
+        }
+        document = {
+            "format": TABLE_FORMAT,
+            "uuid": str(ident),
+            "sequence": sequence,
+            "images": images,
+            "parts": parts,
+            "placements": self.placements,
+            "identities": identities,
+        }
+        return json.dumps(document, separators=(",", ":")).encode()
+
+    @classmethod
+    def unpack(cls, data: bytes, root: Root) -> Self:
+        """Read and check a table; ValueError, KeyError or TypeError if it makes no sense."""
+        document = json.loads(data)
+        if document["uuid"] != str(root.uuid) or document["sequence"] != root.sequence:
+            raise ValueError("it belongs to another root")
+        images = {}
+        for entry in document["images"]:
+            info = ImageInfo.from_json(entry["info"])
+            extents = _extents(entry["extents"])
+            images[info.name] = StoredImage(
+                info, extents, str(entry["state"]), tuple(map(str, entry["devices"]))
+            )
+        parts = tuple(
+            Part(
+                int(p["image_id"], 16), int(p["generation"]), str(p["home"]), _extents(p["extents"])
+            )
+            for p in document["parts"]
+        )
+        identities = {
+            str(name): Identity(int(entry["image_id"], 16), int(entry["generation"]))
+            for name, entry in document["identities"].items()
+        }
+        table = cls(images, parts, dict(document["placements"]), identities)
+        table.check(root)
+        return table
+
+    def check(self, root: Root) -> None:
+        """Raise ValueError if extents leave the data area, overlap, or do not cover their image."""
+        areas = Areas.of(root.device_bytes)
+        position = 0
+        for start, end in sorted(occupied(extent) for extent in self.all_extents()):
+            if (
+                start % (UNIT_PAGES * PAGE_BYTES)
+                or start < areas.data_start
+                or end > areas.data_end
+            ):
+                raise ValueError(f"an extent at byte {start} lies outside the data area")
+            if start < position:
+                raise ValueError(f"two extents overlap at byte {start}")
+            position = end
+        for image in self.images.values():
+            _check_cover(image)
+
+
+def _check_cover(image: StoredImage) -> None:
+    page = 0
+    for extent in image.extents:
+        if extent.pages <= 0 or extent.first_page < page:
+            raise ValueError(f"extents of {image.name} are out of order")
+        if len(image.devices) == 1 and extent.first_page != page:
+            raise ValueError(f"page {page} of {image.name} is in no extent")
+        page = extent.first_page + extent.pages
+    if page > image.info.pages or (len(image.devices) == 1 and page != image.info.pages):
+        raise ValueError(f"extents of {image.name} hold {page} pages, not {image.info.pages}")
+
+
+def _extents(rows: list[list[int]]) -> tuple[Extent, ...]:
+    return tuple(Extent(int(first), int(pages), int(where)) for first, pages, where in rows)
+
+
+def crc(data: bytes) -> int:
+    """CRC32C."""
+    return int(_core.crc32c(np.frombuffer(data, np.uint8)))
+
+
+# --- on the device -----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loaded:
+    """What :func:`load` found.
+
+    Attributes:
+        highest_sequence: of any whole root, valid or not; the next commit goes beyond it.
+        note: what was wrong with the root that was not used; empty if nothing was.
+    """
+
+    root: Root
+    table: ExtentTable
+    highest_sequence: int
+    note: str
+
+
+def load(device: Device) -> Loaded | None:
+    """Find the newest valid root and its table; None if the device was never formatted.
+
+    Raises:
+        DeviceDamagedError: it was, and neither root can be used.
+        DeviceVersionError: by a newer tierd.
+        DeviceError: the device is smaller than it was then.
+    """
+    candidates: list[Root] = []
+    faults: list[str] = []
+    for slot in (0, 1):
+        found = _read_root(device, slot)
+        if isinstance(found, Root):
+            candidates.append(found)
+        else:
+            faults.append(f"root {'AB'[slot]}: {found}")
+    highest = max((root.sequence for root in candidates), default=0)
+    for root in sorted(candidates, key=lambda root: -root.sequence):
+        if root.device_bytes > device.size:
+            raise DeviceError(
+                f"{device.path} has {device.size} bytes, but had {root.device_bytes} when it was "
+                "formatted: it shrank, or was copied in part; restore its size or format it anew; "
+                f"run: lsblk -b {device.path}"
+            )
+        table = _read_table(device, root)
+        if isinstance(table, ExtentTable):
+            odd = [fault for fault in faults if not fault.endswith("no root there")]
+            note = "; ".join(odd if root.sequence == 1 else faults)
+            return Loaded(root, table, highest, note)
+        faults.append(f"extent table of root {'AB'[root.slot]}: {table}")
+    if not candidates and not _was_formatted(device, faults):
+        return None
+    raise DeviceDamagedError(
+        f"{device.path}: neither root can be used ({'; '.join(faults)}); the tables on it must be "
+        f"staged again; run: tierd init --force {device.path} {device.path}"
+    )
+
+
+def store(device: Device, root: Root, data: bytes) -> None:
+    """Write a table and then the root that names it, each followed by a flush.
+
+    Raises:
+        DeviceError: a write or flush failed; which of the two roots is in force is then unknown.
+    """
+    assert (crc(data), len(data)) == (root.table_crc, root.table_bytes), "another table's root"
+    buffer = aligned_buffer(round_up(len(data), PAGE_BYTES))
+    buffer[: len(data)] = np.frombuffer(data, np.uint8)
+    device.write(root.table_offset, buffer)
+    device.flush()
+    device.write(ROOT_OFFSETS[root.slot], root.pack())
+    device.flush()
+
+
+def _read_root(device: Device, slot: int) -> Root | str:
+    if device.size < ROOT_OFFSETS[slot] + ROOT_BYTES:
+        return "no root there"
+    try:
+        return Root.unpack(device.read(ROOT_OFFSETS[slot], ROOT_BYTES), slot)
+    except DeviceVersionError as error:
+        raise DeviceVersionError(f"{device.path}: {error}") from None
+    except DeviceError as error:
+        return f"unreadable ({error})"
+
+
+def _read_table(device: Device, root: Root) -> ExtentTable | str:
+    areas = Areas.of(root.device_bytes)
+    if root.area_bytes != areas.table_bytes or not 0 < root.table_bytes <= root.area_bytes:
+        return "its length makes no sense"
+    if root.table_offset not in (areas.table_offset(0), areas.table_offset(1)):
+        return "its place makes no sense"
+    try:
+        data = device.read(root.table_offset, root.table_bytes)
+    except DeviceError as error:
+        return f"unreadable ({error})"
+    if crc(data) != root.table_crc:
+        return "its checksum is wrong"
+    try:
+        return ExtentTable.unpack(data, root)
+    except (ValueError, KeyError, TypeError) as error:
+        return f"it makes no sense ({error})"
+
+
+def _was_formatted(device: Device, faults: list[str]) -> bool:
+    """Whether anything says that tierd wrote here: half a root, or a table in the first area."""
+    if any(not fault.endswith("no root there") for fault in faults):
+        return True
+    start = Areas.of(device.size).table_offset(0)
+    if device.size < start + PAGE_BYTES:
+        return False
+    return TABLE_FORMAT.encode() in device.read(start, PAGE_BYTES)[:64]

@@ -1,0 +1,323 @@
+"""The walker: reads an image back and says whether it is what was imported.
+
+Either some sampled rows (their pages whole, their bytes compared with the checkpoint), or every
+page: identity, checksum, every row's tag, and the digest of all rows. What it finds is a report;
+it stops for nothing but a device that cannot be reached at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import random
+import secrets
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tierd.errors import DeviceError, ImageError, VerifyError
+from tierd.io import _core
+from tierd.io.device import PAGE_BYTES, aligned_buffer
+from tierd.io.layout import Geometry, runs
+from tierd.io.pipeline import in_order, thread_count
+from tierd.io.rows import RowReader, fingerprint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from numpy.typing import NDArray
+
+    from tierd.io.checkpoint import Checkpoint
+    from tierd.io.store import Store
+    from tierd.io.superblock import StoredImage
+
+BLOCK_PAGES = 1024  # 4 MiB: the unit of reading, and of the digest
+DIGEST_KIND = f"sha256 of sha256 of {BLOCK_PAGES}-page blocks"
+SAMPLE_ROWS = 200
+
+_UNREADABLE = 255  # beside the core's PageFault numbers
+_FAULT_WORDS = {
+    int(_core.PageFault.magic): "no page of tierd's there",
+    int(_core.PageFault.version): "a page of another format version",
+    int(_core.PageFault.image): "a page of another image",
+    int(_core.PageFault.generation): "a page of another generation",
+    int(_core.PageFault.number): "another page of the image",
+    int(_core.PageFault.rows): "a wrong number of rows",
+    int(_core.PageFault.crc): "its checksum is wrong",
+    int(_core.PageFault.tag): "a row's tag is wrong",
+    _UNREADABLE: "the device cannot read it",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What a verification found.
+
+    Attributes:
+        image: ``model/table``.
+        full: every page rather than sampled rows.
+        pages_checked: pages whose identity, checksum and tags were looked at.
+        pages_bad: of them, how many failed.
+        first_bad_page: the lowest of those, and ``first_fault`` why.
+        rows_compared: rows compared with the checkpoint.
+        rows_wrong: of them, how many differ.
+        first_wrong_row: the lowest of those.
+        digest_ok: whether the digest of all rows is the one of the import; None if not computed.
+        seed: of the sample, to draw the same rows again.
+        bytes_read: from the device.
+    """
+
+    image: str
+    full: bool
+    pages_checked: int = 0
+    pages_bad: int = 0
+    first_bad_page: int | None = None
+    first_fault: str = ""
+    rows_compared: int = 0
+    rows_wrong: int = 0
+    first_wrong_row: int | None = None
+    digest_ok: bool | None = None
+    seed: int = 0
+    bytes_read: int = 0
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Nothing wrong was found."""
+        return not self.pages_bad and not self.rows_wrong and self.digest_ok is not False
+
+    @property
+    def mib_per_second(self) -> float:
+        """Rate of reading."""
+        return self.bytes_read / 2**20 / self.seconds if self.seconds else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dict."""
+        data = dataclasses.asdict(self)
+        return {**data, "ok": self.ok, "mib_per_second": round(self.mib_per_second, 1)}
+
+    def require_ok(self, path: str) -> None:
+        """Raise VerifyError, naming the device and the first page or row, if anything is wrong."""
+        if self.ok:
+            return
+        if self.pages_bad:
+            what = (
+                f"{self.pages_bad} of {self.pages_checked} pages are bad, the first is page "
+                f"{self.first_bad_page} ({self.first_fault})"
+            )
+        elif self.rows_wrong:
+            what = (
+                f"{self.rows_wrong} of {self.rows_compared} rows differ from the checkpoint, the "
+                f"first is row {self.first_wrong_row}"
+            )
+        else:
+            what = "every page is whole, but the digest of all rows is not the one of the import"
+        raise VerifyError(
+            f"{self.image} on {path}: {what}; the device changed or lost what was written; delete "
+            f"the image and stage it again; run: tierd verify --full {self.image}"
+        )
+
+
+def verify(
+    store: Store,
+    image: StoredImage | str,
+    *,
+    checkpoint: Checkpoint | None = None,
+    sample: int = SAMPLE_ROWS,
+    full: bool = False,
+    seed: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> VerifyReport:
+    """Verify an image.
+
+    Args:
+        store: the store that holds it.
+        image: the image or its name.
+        checkpoint: what sampled rows are compared with; without one only their pages are checked.
+        sample: rows to draw, besides the first and the last.
+        full: also read every page and compare the digest of all rows.
+        seed: of the drawing; a new one if None.
+        progress: called with (bytes read, bytes to read).
+
+    Raises:
+        ImageError: no such image, or the checkpoint is not the one it was staged from.
+        DeviceError: the device cannot be opened for reading once more.
+        CheckpointError: the checkpoint cannot be read.
+    """
+    if isinstance(image, str):
+        image = store.image(image)
+    if checkpoint is not None:
+        _require_same(checkpoint, image)
+    # A lease keeps the image's extents as they are; one that is being staged has no name yet and
+    # is safe from others as it is.
+    named = store.find(image.name) == image
+    lease = store.reader_fd([image]) if named else None
+    try:
+        walk = _Walk(store, image, secrets.randbits(32) if seed is None else seed)
+        if full:
+            walk.check_all(progress)
+        walk.check_rows(checkpoint, sample)
+        return walk.report(full=full)
+    finally:
+        if lease is not None:
+            os.close(lease)
+
+
+def _require_same(checkpoint: Checkpoint, image: StoredImage) -> None:
+    table = image.info.table
+    missing = [name for name in table.tensors if name not in checkpoint.tensors]
+    if missing or fingerprint(checkpoint, table) != image.info.fingerprint:
+        why = f"it has no {missing[0]}" if missing else "its fingerprint is another"
+        raise ImageError(
+            f"{image.name} was not staged from {checkpoint.path}: {why}; name the checkpoint it "
+            f"came from, or stage this one; run: tierd stage {checkpoint.path}"
+        )
+
+
+class _Walk:
+    """One verification: what is read and what was found so far."""
+
+    def __init__(self, store: Store, image: StoredImage, seed: int) -> None:
+        self._store = store
+        self._image = image
+        self._info = image.info
+        self._geometry = Geometry.of(image.info.table.row_bytes, image.info.table.rows)
+        self._seed = seed
+        self._started = time.monotonic()
+        self._bad: dict[int, str] = {}
+        self._wrong: list[int] = []
+        self._pages = self._compared = self._bytes = 0
+        self._digest_ok: bool | None = None
+
+    def report(self, *, full: bool) -> VerifyReport:
+        first = min(self._bad, default=None)
+        return VerifyReport(
+            image=self._image.name,
+            full=full,
+            pages_checked=self._pages,
+            pages_bad=len(self._bad),
+            first_bad_page=first,
+            first_fault="" if first is None else self._bad[first],
+            rows_compared=self._compared,
+            rows_wrong=len(self._wrong),
+            first_wrong_row=min(self._wrong, default=None),
+            digest_ok=self._digest_ok,
+            seed=self._seed,
+            bytes_read=self._bytes,
+            seconds=time.monotonic() - self._started,
+        )
+
+    # --- sampled rows ----------------------------------------------------------------------------
+
+    def check_rows(self, checkpoint: Checkpoint | None, sample: int) -> None:
+        """Check the pages of the first, the last and some drawn rows; compare those rows."""
+        rows = self._geometry.rows
+        drawn = random.Random(self._seed).choices(range(rows), k=max(0, sample))  # noqa: S311
+        reader = RowReader(checkpoint, self._info.table) if checkpoint is not None else None
+        page = aligned_buffer(PAGE_BYTES)
+        for row in sorted({0, rows - 1, *drawn}):
+            number, inside = divmod(row, self._geometry.rows_per_page)
+            faults = self._read(number, page)
+            self._count(number, faults)
+            if reader is None:
+                continue
+            start = inside * self._geometry.stride
+            stored = page[start : start + self._geometry.row_bytes]
+            self._compared += 1
+            if faults[0] or not np.array_equal(stored, reader.read(row, 1)[0]):
+                self._wrong.append(row)
+
+    # --- every page ------------------------------------------------------------------------------
+
+    def check_all(self, progress: Callable[[int, int], None] | None) -> None:
+        """Check every page of the image, and the digest of all rows."""
+        total = self._geometry.pages
+        states = [_Buffers(self._geometry) for _ in range(thread_count())]
+        digest = hashlib.sha256()
+        for first, faults, block in in_order(self._check_block, states, block_starts(total)):
+            self._count(first, faults)
+            digest.update(block)
+            if progress is not None:
+                progress(self._pages * PAGE_BYTES, total * PAGE_BYTES)
+        self._digest_ok = digest.hexdigest() == self._info.digest
+
+    def _check_block(self, state: _Buffers, first: int) -> tuple[int, NDArray[np.uint8], bytes]:
+        count = min(BLOCK_PAGES, self._geometry.pages - first)
+        pages = state.pages[: count * PAGE_BYTES]
+        faults = self._read(first, pages)
+        return first, faults, hashlib.sha256(state.unpack(pages, first)).digest()
+
+    # --- reading and judging ---------------------------------------------------------------------
+
+    def _read(self, first: int, pages: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Fill ``pages`` and return one PageFault per page, or _UNREADABLE."""
+        count = pages.size // PAGE_BYTES
+        unreadable = np.zeros(count, bool)
+        for run in runs(self._image.extents, first, count):
+            at = run.first_page - first
+            part = pages[at * PAGE_BYTES : (at + run.pages) * PAGE_BYTES]
+            try:
+                self._store.device.read_into(run.device_page * PAGE_BYTES, part)
+            except DeviceError:
+                # Page by page, so that one bad block does not condemn its neighbours.
+                unreadable[at : at + run.pages] = self._read_singly(run.device_page, part)
+        faults = np.empty(count, np.uint8)
+        _core.check_pages(
+            pages,
+            self._geometry.row_bytes,
+            self._geometry.rows,
+            first,
+            self._info.image_id,
+            self._info.generation,
+            True,
+            True,
+            faults,
+        )
+        faults[unreadable] = _UNREADABLE
+        return faults
+
+    def _read_singly(self, device_page: int, part: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        failed = np.zeros(part.size // PAGE_BYTES, bool)
+        for index in range(failed.size):
+            page = part[index * PAGE_BYTES : (index + 1) * PAGE_BYTES]
+            try:
+                self._store.device.read_into((device_page + index) * PAGE_BYTES, page)
+            except DeviceError:
+                page[:] = 0
+                failed[index] = True
+        return failed
+
+    def _count(self, first: int, faults: NDArray[np.uint8]) -> None:
+        self._pages += faults.size
+        self._bytes += faults.size * PAGE_BYTES
+        for index in np.flatnonzero(faults):
+            self._bad[first + int(index)] = _FAULT_WORDS[int(faults[index])]
+
+
+class _Buffers:
+    """One thread's buffers for a block."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self._geometry = geometry
+        pages = min(BLOCK_PAGES, geometry.pages)
+        self.pages = aligned_buffer(pages * PAGE_BYTES)
+        self._rows = np.empty((pages, geometry.rows_per_page, geometry.row_bytes), np.uint8)
+
+    def unpack(self, pages: NDArray[np.uint8], first: int) -> memoryview:
+        """Return the rows of consecutive pages, back to back."""
+        shape = self._geometry
+        count = pages.size // PAGE_BYTES
+        used = shape.rows_per_page * shape.stride
+        rows = pages.reshape(count, PAGE_BYTES)[:, :used]
+        out = self._rows[:count]
+        out[:] = rows.reshape(count, shape.rows_per_page, shape.stride)[:, :, : shape.row_bytes]
+        left = shape.rows - first * shape.rows_per_page
+        present = min(left, count * shape.rows_per_page)
+        return out.reshape(-1)[: present * shape.row_bytes].data
+
+
+def block_starts(pages: int) -> Iterator[int]:
+    """First page of each block of an image of ``pages`` pages."""
+    return iter(range(0, pages, BLOCK_PAGES))

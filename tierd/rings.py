@@ -1,0 +1,143 @@
+"""A read-only view of a client's channel: what it asked for, how its rings are doing.
+
+Fault model: the memory belongs to the client and may hold any bytes at any time. Offsets are
+checked and copied once; the seals keep the file's size, so no later read can leave the mapping.
+Numbers from here go to people and never steer a read: the pump checks its own copy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import mmap
+import os
+import struct
+from typing import TYPE_CHECKING
+
+from tierd.errors import AttachError
+from tierd.io._core import protocol
+
+if TYPE_CHECKING:
+    from tierd.config import ChannelSection
+
+_HEADER = struct.Struct("<2IQ4I16s")
+_ENTRY = struct.Struct("<6Q4I")
+_U32 = struct.Struct("<I")
+_SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+PAGE_BYTES = 4096
+STAT_NAMES = (
+    "lookups",
+    "hits",
+    "misses",
+    "bypasses",
+    "demands",
+    "steps",
+    "late_steps",
+    "stall_ns",
+    "tag_errors",
+    "ring_full",
+    "failed",
+    "published",
+)
+_STATS = struct.Struct(f"<{len(STAT_NAMES)}Q")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RingLayout:
+    """Where one ring's words lie in the channel; bytes from its start."""
+
+    control: int
+    stats: int
+    rows_max: int
+    arena_pages: int
+    table: int
+    flags: int
+
+
+class ChannelView:
+    """The daemon's look at one channel.
+
+    Attributes:
+        rank: the rank that the header names.
+        world: ranks of the engine, as the header says.
+        client_id: 16 bytes that the client chose.
+        rings: layouts, in ring order.
+    """
+
+    def __init__(self, fd: int, limits: ChannelSection) -> None:
+        """Map a channel.
+
+        Args:
+            fd: the client's memfd; stays the caller's.
+            limits: bounds that the header is held to.
+
+        Raises:
+            AttachError: not a sealed memfd, or a header that is nonsense or over the bounds.
+        """
+        size = _sealed_size(fd)
+        if size < protocol.HEADER_BYTES:
+            raise AttachError(f"channel of {size} bytes: smaller than its header")
+        self._map = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+        try:
+            self._read_header(size, limits)
+        except BaseException:
+            self._map.close()
+            raise
+
+    def _read_header(self, size: int, limits: ChannelSection) -> None:
+        magic, abi, total, count, rank, world, _, client_id = _HEADER.unpack_from(self._map)
+        if magic != protocol.CHANNEL_MAGIC or abi != protocol.CHANNEL_ABI:
+            raise AttachError(f"channel with magic {magic:#x} and ABI {abi}: not one of ours")
+        if total != size:
+            raise AttachError(f"channel of {size} bytes whose header says {total}")
+        if not 1 <= count <= protocol.RINGS_MAX:
+            raise AttachError(f"channel with {count} rings; 1 to {protocol.RINGS_MAX} are served")
+        self.rank, self.world, self.client_id = rank, world, client_id
+        self.bytes = size
+        self.rings = tuple(self._read_entry(ring, size, limits) for ring in range(count))
+
+    def _read_entry(self, ring: int, size: int, limits: ChannelSection) -> RingLayout:
+        offset = protocol.OFFSET_RINGS + ring * protocol.RING_ENTRY_BYTES
+        entry = _ENTRY.unpack_from(self._map, offset)
+        control, _, _, _, stats, _, rows_max, arena_pages, table, flags = entry
+        for name, asked, most in (
+            ("rows_max", rows_max, limits.rows_max),
+            ("arena_pages_max", arena_pages, limits.arena_pages_max),
+        ):
+            if not 1 <= asked <= most:
+                raise AttachError(
+                    f"ring {ring} asks for {asked}; channel.{name} of the daemon is {most}"
+                )
+        last = max(control + protocol.CONTROL_BYTES, stats + protocol.STATS_BYTES)
+        if last > size or control % protocol.LINE_BYTES or stats % protocol.LINE_BYTES:
+            raise AttachError(f"ring {ring} lies outside its channel")
+        return RingLayout(control, stats, rows_max, arena_pages, table, flags)
+
+    def stats(self, ring: int) -> dict[str, int]:
+        """Return the client's counters since attach."""
+        values = _STATS.unpack_from(self._map, self.rings[ring].stats)
+        return dict(zip(STAT_NAMES, values, strict=True))
+
+    def outstanding(self, ring: int) -> int:
+        """Return how many published requests the daemon has not answered, 0..8."""
+        doorbell = self._word(ring, protocol.OFFSET_DOORBELL)
+        done = self._word(ring, protocol.OFFSET_DONE_D)
+        ahead = (doorbell - done) & 0xFFFFFFFF
+        return ahead if ahead <= protocol.RING_DEPTH else 0
+
+    def _word(self, ring: int, offset: int) -> int:
+        return int(_U32.unpack_from(self._map, self.rings[ring].control + offset)[0])
+
+    def close(self) -> None:
+        """Unmap."""
+        self._map.close()
+
+
+def _sealed_size(fd: int) -> int:
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        raise AttachError("the channel's descriptor is not a memfd") from None
+    if seals & _SEALS != _SEALS:
+        raise AttachError("the channel's memfd is not sealed against growing and shrinking")
+    return os.fstat(fd).st_size

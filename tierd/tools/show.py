@@ -1,0 +1,98 @@
+"""Tables for people: what ``tierd status`` and ``tierd images`` print."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def images(listed: list[dict[str, Any]]) -> None:
+    """Print images."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("IMAGE", "ROWS", "ROW", "FORMAT", "SIZE", "GEN", "DEVICE"):
+        table.add_column(name, justify="right" if name in {"ROWS", "ROW", "SIZE"} else "left")
+    for image in listed:
+        table.add_row(
+            image["name"],
+            f"{image['rows']:,}",
+            f"{image['row_bytes']} B",
+            image["row_format"],
+            size(image["size_bytes"]),
+            str(image["generation"]),
+            image["device"],
+        )
+    _console().print(table)
+
+
+def status(state: dict[str, Any], clients: list[dict[str, Any]]) -> None:
+    """Print the daemon's state and its clients."""
+    console = _console()
+    head = (
+        f"{state['name']} {state['version']}, pid {state['pid']}, up {duration(state['uptime_s'])}"
+    )
+    console.print(head)
+    for device in state["devices"]:
+        direct = "direct" if device["direct"] else f"not direct: {device['direct_reason']}"
+        room = f"{size(device['free_bytes'])} of {size(device['size_bytes'])} free"
+        console.print(f"  device {device['path']}: {device['images']} images, {room}, {direct}")
+    for number, pump in enumerate(state["pumps"]):
+        reason = f" ({pump['transport_reason']})" if pump["transport_reason"] else ""
+        console.print(f"  pump {number}: {pump['transport']}{reason}")
+    if state["history"]["degraded"]:
+        console.print(f"  history is not being kept: {state['history']['degraded']}")
+    for name in state["shadowed_images"]:
+        console.print(f"  not served: {name}: another device has it as well")
+    console.print(f"  {state['images']} images, {len(clients)} clients")
+    if clients:
+        console.print(_rings(clients))
+
+
+def _rings(clients: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("ENGINE", "PID", "RANK", "IMAGE", "LOOKUPS", "HITS", "STEPS", "LATE", "STALL"):
+        table.add_column(name, justify="left" if name in {"ENGINE", "IMAGE"} else "right")
+    for client in clients:
+        for ring in client["rings"]:
+            ratio = ring["hit_ratio"]
+            table.add_row(
+                client["engine"],
+                str(client["pid"]),
+                f"{client['rank']}/{client['world']}",
+                ring["image"],
+                f"{ring['lookups']:,}",
+                "-" if ratio is None else f"{ratio:.1%}",
+                f"{ring['steps']:,}",
+                f"{ring['late_steps']:,}",
+                f"{ring['stall_ns'] / 1e6:,.1f} ms",
+            )
+    return table
+
+
+def size(count: int) -> str:
+    """Write a number of bytes."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """Write a time span in its two largest units."""
+    rest = int(seconds)
+    days, rest = divmod(rest, 86_400)
+    hours, rest = divmod(rest, 3600)
+    minutes, rest = divmod(rest, 60)
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _console() -> Console:
+    # Paths and names are not wrapped or coloured: people copy them.
+    return Console(highlight=False, markup=False, soft_wrap=True)
