@@ -104,14 +104,6 @@ def judge(control64, sequence):
 
 
 @triton.jit
-def row_matches(words, index, tag, row, key0, key1):
-    """Whether a row's words (zero beyond its end, `index` < row words elsewhere) carry its tag."""
-    seed = row_seed(row, key0, key1)
-    mixed = mix_words(words.to(tl.uint32, bitcast=True), index, seed)
-    return mixed, seed
-
-
-@triton.jit
 def fill_row(
     row, slot, sequence, page, slots, words, ring, fault, stats, key0, key1, grace_ns,
     ROWS_PER_PAGE: tl.constexpr, ROW_WORDS: tl.constexpr, BLOCK: tl.constexpr,
@@ -201,8 +193,6 @@ def wait_fill(
         if faulty:
             halt(grace_ns)
     if target > filled:
-        key0 = key0.to(tl.uint32)
-        key1 = key1.to(tl.uint32)
         failed = program < 0
         if program == 0:
             waited, missing = wait_done(control, target, timeout_ns)
@@ -227,7 +217,8 @@ def wait_fill(
             fill_request(
                 s, kind, program.to(tl.int64), tl.num_programs(0), ring, list_rows, list_slots,
                 arena, arena_g_words, slots, words, fault, stats, rows_max, arena_pages,
-                key0, key1, grace_ns, ROWS_PER_PAGE, ROW_WORDS, BLOCK, CHECK,
+                key0.to(tl.uint32), key1.to(tl.uint32), grace_ns,
+                ROWS_PER_PAGE, ROW_WORDS, BLOCK, CHECK,
             )  # fmt: skip
             s += 1
         if failed:

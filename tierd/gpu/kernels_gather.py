@@ -136,7 +136,8 @@ def page_numbers(places, lane, ring, arena_pages):
 def mark_gathered(lane, ring):
     """Record, once, that everything this lane needed was filled and is being gathered."""
     if tl.program_id(0) == 0:
-        tl.store(ring + R_FILLED, tl.load(lane + L_TARGET))
+        target = tl.load(lane + L_TARGET)
+        tl.store(ring + R_FILLED, tl.maximum(target, tl.load(ring + R_FILLED)))
         tl.store(lane + L_STATE, tl.full((), LANE_GATHERED, tl.int64))
 
 
@@ -288,9 +289,7 @@ def gather_dram_scaled(
     payload = tl.load(start[:, None] + word[None, :], mask=used, other=0)
     scale_used = owned[:, None] & (scale_word < ROW_WORDS - PAYLOAD)[None, :]
     scales = tl.load(start[:, None] + PAYLOAD + scale_word[None, :], mask=scale_used, other=0)
-    key0 = key0.to(tl.uint32)
-    key1 = key1.to(tl.uint32)
-    seed = row_seed(rows, key0, key1)
+    seed = row_seed(rows, key0.to(tl.uint32), key1.to(tl.uint32))
     mixed = mix_words(payload.to(tl.uint32, bitcast=True), word[None, :], seed[:, None])
     folded = tl.xor_sum(tl.where(used, mixed, 0).to(tl.int32, bitcast=True), 1)
     mixed = mix_words(

@@ -155,7 +155,8 @@ def look_up(row, table, words, sets_max, cache, kick, own_retired):
 @triton.jit
 def copy_list(descriptor, rows, slots, count, array_words, ROWS_PER_PAGE: tl.constexpr):
     """Copy the miss list into the descriptor in host memory."""
-    for start in range(0, count, COPY_BLOCK):
+    start = count - count  # a loop over range(count) is more than the interpreter can do
+    while start < count:
         k = start + tl.arange(0, COPY_BLOCK)
         inside = k < count
         row = tl.load(rows + k, mask=inside, other=0)
@@ -165,6 +166,7 @@ def copy_list(descriptor, rows, slots, count, array_words, ROWS_PER_PAGE: tl.con
         tl.store(arrays, page.to(tl.int32), mask=inside)
         tl.store(arrays + array_words, (row - page * ROWS_PER_PAGE).to(tl.int32), mask=inside)
         tl.store(arrays + 2 * array_words, slot, mask=inside)
+        start += COPY_BLOCK
 
 
 @triton.jit
@@ -227,13 +229,13 @@ def add_stats(stats, host_stats, total, count, ring, kick, published, waits, DEM
 @triton.jit(do_not_specialize=[
     "cols", "stride0", "stride1", "row_lo", "row_hi", "rows", "table", "sets_max",
     "arena_g_words", "rows_max", "arena_pages", "array_words", "priority", "key0", "key1",
-    "timeout_ns", "grace_ns", "first_sequence",
+    "timeout_ns", "grace_ns",
 ])  # fmt: skip
 def kick_rows(
     ids, cols, stride0, stride1, row_lo, row_hi, rows, table, words, sets_max, cache, ring, lane,
     desc, list_rows, list_slots, control, control64, descriptors, arena, arena_g_words, slots,
     fault, stats, host_stats, rows_max, arena_pages, array_words, priority, key0, key1,
-    timeout_ns, grace_ns, first_sequence,
+    timeout_ns, grace_ns,
     ROWS_PER_PAGE: tl.constexpr, ROW_WORDS: tl.constexpr, BLOCK: tl.constexpr,
     DRAIN: tl.constexpr, DEMAND: tl.constexpr,
 ):  # fmt: skip
@@ -381,8 +383,35 @@ def finish_kick(
 
 
 @triton.jit(do_not_specialize=["table"])
-def retire(lane, ring, cache, control, table):
-    """Give back at once what a lane used; for lanes whose next kick is far away."""
-    retire_lane(
-        lane, ring, cache, control, table, tl.load(ring + R_RETIRED), tl.load(ring + R_PAGE_TAIL)
-    )
+def finish_lane(lane, ring, cache, control, table):
+    """Give back at once what a lane used, filled or gathered by the kernels before this one.
+
+    For lanes whose next kick is far away, and for kicks that no gather follows.
+    """
+    target = tl.load(lane + L_TARGET)
+    kick = tl.load(lane + L_KICK)
+    tl.store(ring + R_FILLED, tl.maximum(target, tl.load(ring + R_FILLED)))
+    if tl.load(lane + L_STATE) != LANE_IDLE:
+        if target > tl.load(ring + R_RETIRED):
+            tl.store(ring + R_RETIRED, target)
+            tl.store(ring + R_PAGE_TAIL, tl.load(ring + R_D_END + (target & SLOTS_MASK)))
+            release_sys(control + RETIRED, target.to(tl.int32))
+        if kick > tl.load(cache + C_RETIRED + table):
+            tl.store(cache + C_RETIRED + table, kick)
+        tl.store(lane + L_STATE, tl.full((), LANE_IDLE, tl.int64))
+
+
+@triton.jit(do_not_specialize=["sets", "capacity"])
+def resize_cache(words, cache, sets, capacity, BLOCK: tl.constexpr):
+    """Set the sets in use, and clear the words of the others, except those in flight."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = (at < capacity) & (at >= sets * WAYS)
+    entries = tl.load(words + at, mask=inside, other=0)
+    kick = tl.load(cache + C_KICK)
+    owner = (entries >> 58) & 63
+    retired = tl.load(cache + C_RETIRED + owner, mask=inside & (entries != 0), other=0)
+    floor = tl.minimum(kick - retired, AGE_MAX)
+    clear = inside & (((kick - entries) & STAMP_MASK) >= floor)
+    tl.store(words + at, tl.zeros((BLOCK,), tl.int64), mask=clear)
+    if tl.program_id(0) == 0:
+        tl.store(cache + C_SETS, sets.to(tl.int64))

@@ -79,7 +79,7 @@ S_TAG_ERRORS = tl.constexpr(8)
 S_RING_FULL = tl.constexpr(9)
 S_FAILED = tl.constexpr(10)
 S_PUBLISHED = tl.constexpr(11)
-STATS_WORDS = 16
+STATS_WORDS = tl.constexpr(16)
 STAT_NAMES = (
     "lookups", "hits", "misses", "bypasses", "demands", "steps", "late_steps", "stall_ns",
     "tag_errors", "ring_full", "failed", "published",
