@@ -22,7 +22,7 @@ class IdLayout:
         self, ids: torch.Tensor, rows_max: int
     ) -> list[tuple[torch.Tensor, IdLayout]]:
         """Cut into parts of at most ``rows_max`` elements, in order, without a copy."""
-        if self.stride0 == self.cols * self.stride1:
+        if self.cols == self.count or self.stride0 == self.cols * self.stride1:
             flat = ids.as_strided((self.count,), (self.stride1,))
             return [
                 (piece, IdLayout(piece.numel(), max(1, piece.numel()), 0, self.stride1))

@@ -147,7 +147,7 @@ _STEADY = [
 ]  # fmt: skip
 
 
-@triton.jit(do_not_specialize=_STEADY)
+@triton.jit(do_not_specialize=_STEADY, do_not_specialize_on_alignment=["ids"])
 def gather_scaled(
     ids, cols, stride0, stride1, count, desc, words, slots, out, table, lane, ring, arena,
     arena_bytes, arena_g_words, arena_pages, fault, stats, key0, key1, grace_ns,
@@ -199,7 +199,7 @@ def gather_scaled(
     mark_gathered(lane, ring)
 
 
-@triton.jit(do_not_specialize=_STEADY)
+@triton.jit(do_not_specialize=_STEADY, do_not_specialize_on_alignment=["ids"])
 def gather_plain(
     ids, cols, stride0, stride1, count, desc, words, slots, out, table, lane, ring, arena,
     arena_elements, arena_g_words, arena_pages, fault, stats, key0, key1, grace_ns,
@@ -261,7 +261,7 @@ def locate_dram(
     return index, inside, rows, owned
 
 
-@triton.jit(do_not_specialize=_STEADY_DRAM)
+@triton.jit(do_not_specialize=_STEADY_DRAM, do_not_specialize_on_alignment=["ids"])
 def gather_dram_scaled(
     ids, cols, stride0, stride1, count, row_lo, row_hi, table_rows, image, out, ring, fault, stats,
     key0, key1, grace_ns,
@@ -316,7 +316,7 @@ def gather_dram_scaled(
     )
 
 
-@triton.jit(do_not_specialize=_STEADY_DRAM)
+@triton.jit(do_not_specialize=_STEADY_DRAM, do_not_specialize_on_alignment=["ids"])
 def gather_dram_plain(
     ids, cols, stride0, stride1, count, row_lo, row_hi, table_rows, image, image_elements, out,
     ring, fault, stats, key0, key1, grace_ns,

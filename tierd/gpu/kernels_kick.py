@@ -230,7 +230,7 @@ def add_stats(stats, host_stats, total, count, ring, kick, published, waits, DEM
     "cols", "stride0", "stride1", "row_lo", "row_hi", "rows", "table", "sets_max",
     "arena_g_words", "rows_max", "arena_pages", "array_words", "priority", "key0", "key1",
     "timeout_ns", "grace_ns",
-])  # fmt: skip
+], do_not_specialize_on_alignment=["ids"])  # fmt: skip
 def kick_rows(
     ids, cols, stride0, stride1, row_lo, row_hi, rows, table, words, sets_max, cache, ring, lane,
     desc, list_rows, list_slots, control, control64, descriptors, arena, arena_g_words, slots,
@@ -260,7 +260,7 @@ def kick_rows(
             tl.store(list_rows + lists + k, row)
             tl.store(list_slots + lists + k, slot)
             if slot < 0:
-                place = (DESC_PAGE - k).to(tl.int32)
+                place = (-k + DESC_PAGE).to(tl.int32)
                 tl.atomic_add(ring + R_BYPASSES, 1, sem="relaxed")
         if DEMAND:
             if (hit == 0) | (age >= kick - own_retired):
