@@ -18,7 +18,7 @@ from tierd.gpu import kernels_fill, kernels_gather, kernels_kick
 POINTERS = {
     "ids": "*i64", "words": "*i64", "cache": "*i64", "ring": "*i64", "lane": "*i64",
     "desc": "*i32", "list_rows": "*i64", "list_slots": "*i32", "control": "*i32",
-    "control64": "*i64", "descriptors": "*i32", "arena": "*i32", "slots": "*i32", "fault": "*i64",
+    "control64": "*i64", "missed_at": "*i32", "missed_rows": "*i64", "descriptors": "*i32", "arena": "*i32", "slots": "*i32", "fault": "*i64",
     "stats": "*i64", "host_stats": "*i64", "out": "*bf16", "arena_bytes": "*u8", "image": "*i32",
     "arena_elements": "*i16", "image_elements": "*i16",
 }  # fmt: skip
@@ -50,11 +50,12 @@ def kernels() -> dict[str, Any]:
     """Every kernel that ships in a graph, in V4.1's shapes."""
     gather = {**GEOMETRY, "DIM": 256, "ROWS": 2, "CANONICAL": False}
     dram = {"ROWS_PER_PAGE": 15, "ROW_WORDS": 66, "DIM": 256, "GROUPS": 8, "ROWS": 2}
-    kick = {**GEOMETRY, "DRAIN": True, "DEMAND": False}
+    kick = {**GEOMETRY, "DRAIN": True}
     plain = {**gather, "WIDTH": 256, "FORMAT": 2, "PER_WORD": 2}
     return {
-        "kick": compile_kernel(kernels_kick.kick_rows, kick),
-        "demand": compile_kernel(kernels_kick.kick_rows, {**kick, "DEMAND": True}),
+        "look_up": compile_kernel(kernels_kick.look_up, {"ROWS": 4, "DEMAND": False}),
+        "demand": compile_kernel(kernels_kick.look_up, {"ROWS": 4, "DEMAND": True}),
+        "claim": compile_kernel(kernels_kick.claim_publish, kick, ids="i32"),
         "finish": compile_kernel(kernels_kick.finish_lane, {}),
         "wait_fill": compile_kernel(kernels_fill.wait_fill, {**GEOMETRY, "CHECK": True}),
         "gather": compile_kernel(

@@ -15,7 +15,7 @@ from tierd.gpu import kernels_gather, state
 from tierd.gpu.fault import WATCH, FaultBlock
 from tierd.gpu.ids import layout_of
 from tierd.gpu.shared import HostBlock, resolve_device
-from tierd.gpu.table import FORMATS, GATHER_ROWS, GRACE_NS, TableImage, pow2
+from tierd.gpu.table import FORMATS, GRACE_NS, TableImage, gather_rows, pow2
 from tierd.io import _core
 from tierd.types import RowFormat
 
@@ -80,9 +80,10 @@ class DramTable:
             image.rows if image.row_hi is None else image.row_hi, image.rows, self._words,
         )  # fmt: skip
         marks = (self._ring, self._fault_words, self._stats, *self._keys, GRACE_NS)
-        options = {"ROWS": GATHER_ROWS, "CANONICAL": image.canonical_zero, "DIM": image.dim}
+        rows = gather_rows(layout.count)
+        options = {"ROWS": rows, "CANONICAL": image.canonical_zero, "DIM": image.dim}
         options |= image.geometry
-        grid = (-(-layout.count // GATHER_ROWS),)
+        grid = (-(-layout.count // rows),)
         if image.row_format == RowFormat.E4M3_E8M0:
             del options["BLOCK"]
             kernels_gather.gather_dram_scaled[grid](

@@ -48,9 +48,7 @@ from tierd.gpu.state import (
 from tierd.io import _core
 
 _P = _core.protocol
-DONE_D = tl.constexpr(_P.OFFSET_DONE_D // 4)  # in 32-bit words of the ring's control block
-DONE_G = tl.constexpr(_P.OFFSET_DONE_G // 4)
-STATUS_D = tl.constexpr(_P.OFFSET_STATUS_D // 8)  # in 64-bit words
+STATUS_D = tl.constexpr(_P.OFFSET_STATUS_D // 8)  # in 64-bit words of the ring's control block
 STATUS_G = tl.constexpr(_P.OFFSET_STATUS_G // 8)
 STATUS_OK = tl.constexpr(int(_P.Status.ok))
 PAGE_WORDS = tl.constexpr(1024)
@@ -67,31 +65,33 @@ def set_fault(ring, fault, code, sequence, detail):
 
 
 @triton.jit
-def wait_done(control, sequence, timeout_ns):
-    """Wait until either server has answered `sequence`; returns (ns waited, still missing)."""
+def wait_answer(control64, sequence, timeout_ns):
+    """Wait until either server has answered `sequence`; returns (ns waited, still missing).
+
+    A server stores a request's status word (release) after its pages and after every earlier
+    answer, so the word itself says all; `done` would be a second trip to host memory.
+    """
+    at = sequence & SLOTS_MASK
     want = sequence.to(tl.int32)
     start = now_ns()
     waited = start - start
-    done_d = tl.load(control + DONE_D, volatile=True)
-    done_g = tl.load(control + DONE_G, volatile=True)
-    missing = (done_d - want < 0) & (done_g - want < 0)
+    word_d = tl.load(control64 + STATUS_D + at, volatile=True)
+    word_g = tl.load(control64 + STATUS_G + at, volatile=True)
+    missing = ((word_d >> 32).to(tl.int32) != want) & ((word_g >> 32).to(tl.int32) != want)
     while missing & (waited < timeout_ns):
         pause()
-        done_d = tl.load(control + DONE_D, volatile=True)
-        done_g = tl.load(control + DONE_G, volatile=True)
-        missing = (done_d - want < 0) & (done_g - want < 0)
+        word_d = tl.load(control64 + STATUS_D + at, volatile=True)
+        word_g = tl.load(control64 + STATUS_G + at, volatile=True)
+        missing = ((word_d >> 32).to(tl.int32) != want) & ((word_g >> 32).to(tl.int32) != want)
         waited = now_ns() - start
     acquire_sys()
-    return waited, missing
+    return waited, missing, word_d, word_g
 
 
 @triton.jit
-def judge(control64, sequence):
+def judge(word_d, word_g, sequence):
     """Return (arena, status) of an answered request, from the status word that carries it."""
-    at = sequence & SLOTS_MASK
     want = sequence.to(tl.int32)
-    word_d = tl.load(control64 + STATUS_D + at, volatile=True)
-    word_g = tl.load(control64 + STATUS_G + at, volatile=True)
     by_daemon = (word_d >> 32).to(tl.int32) == want
     by_guardian = (word_g >> 32).to(tl.int32) == want
     status_d = tl.where(by_daemon, word_d & 0xFFFFFFFF, 0)
@@ -114,8 +114,8 @@ def fill_row(
     index = tl.arange(0, BLOCK)
     inside = index < ROW_WORDS
     # Both loads are in flight together: the tag is one more read of host memory, not one more trip.
-    tag = tl.load(page + ROWS_PER_PAGE * ROW_WORDS + in_page, volatile=True)
-    data = tl.load(page + in_page * ROW_WORDS + index, mask=inside, other=0, volatile=True)
+    tag = tl.load(page + ROWS_PER_PAGE * ROW_WORDS + in_page)
+    data = tl.load(page + in_page * ROW_WORDS + index, mask=inside, other=0)
     good = True
     if CHECK:
         seed = row_seed(row, key0, key1)
@@ -162,9 +162,9 @@ def fill_request(
 
 
 @triton.jit
-def settle(sequence, missing, control64, ring, fault, stats, timeout_ns):
+def settle(sequence, missing, word_d, word_g, ring, fault, stats, timeout_ns):
     """Find one request's arena after the wait; a failed one sets the fault. Returns the arena."""
-    arena_kind, status = judge(control64, sequence)
+    arena_kind, status = judge(word_d, word_g, sequence)
     if missing:
         arena_kind = tl.full((), ARENA_NONE, tl.int64)
     if arena_kind == ARENA_NONE:
@@ -178,7 +178,7 @@ def settle(sequence, missing, control64, ring, fault, stats, timeout_ns):
 
 @triton.jit(do_not_specialize=["arena_g_words", "rows_max", "arena_pages", "key0", "key1", "timeout_ns", "grace_ns"])  # fmt: skip  # noqa: E501
 def wait_fill(
-    lane, ring, control, control64, list_rows, list_slots, arena, arena_g_words, slots, words,
+    lane, ring, control64, list_rows, list_slots, arena, arena_g_words, slots, words,
     fault, stats, rows_max, arena_pages, key0, key1, timeout_ns, grace_ns,
     ROWS_PER_PAGE: tl.constexpr, ROW_WORDS: tl.constexpr, BLOCK: tl.constexpr,
     CHECK: tl.constexpr,
@@ -195,13 +195,17 @@ def wait_fill(
     if target > filled:
         failed = program < 0
         if program == 0:
-            waited, missing = wait_done(control, target, timeout_ns)
+            waited, missing, word_d, word_g = wait_answer(control64, target, timeout_ns)
             tl.store(stats + S_STALL_NS, tl.load(stats + S_STALL_NS) + waited)
             if waited > LATE_NS:
                 tl.store(stats + S_LATE_STEPS, tl.load(stats + S_LATE_STEPS) + 1)
             s = filled + 1
             while s <= target:
-                kind = settle(s, missing, control64, ring, fault, stats, timeout_ns)
+                if s < target:
+                    _, _, older_d, older_g = wait_answer(control64, s, timeout_ns)
+                    kind = settle(s, missing, older_d, older_g, ring, fault, stats, timeout_ns)
+                else:
+                    kind = settle(s, missing, word_d, word_g, ring, fault, stats, timeout_ns)
                 tl.store(ring + R_D_ARENA + (s & SLOTS_MASK), kind)
                 failed = failed | (kind == ARENA_NONE)
                 s += 1

@@ -38,6 +38,7 @@ class RingState:
 
     Attributes:
         words: int64 [state.RING_WORDS].
+        missed_at, missed_rows: what this kick's lookup did not find: index and row number.
         list_rows, list_slots: per request the missing rows (int64) and their slots (int32).
         control, control64: the ring's control block as 32- and 64-bit words.
         descriptors: the eight descriptors, int32.
@@ -88,6 +89,8 @@ class RingState:
         for word in (state.R_PUBLISHED, state.R_FILLED, state.R_RETIRED, state.R_READY):
             words[word.value] = first_sequence
         self.words = words.to(device)
+        self.missed_at = torch.zeros(self.rows_max, dtype=torch.int32, device=device)
+        self.missed_rows = torch.zeros(self.rows_max, dtype=torch.int64, device=device)
         lists = _LISTS * self.rows_max
         self.list_rows = torch.zeros(lists, dtype=torch.int64, device=device)
         self.list_slots = torch.zeros(lists, dtype=torch.int32, device=device)

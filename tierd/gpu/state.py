@@ -7,7 +7,7 @@ directory word the low 24 bits of a kick number (its stamp).
 
 Who writes: the last program of a kick writes ``ring``, ``lane`` and ``cache``; wait and fill write
 READY and D_ARENA; the gather (the kernel after them in stream order) writes FILLED and the lane's
-STATE. Everything else only reads, so no word needs an atomic but ARRIVED and COUNT.
+STATE. Everything else only reads, so no word needs an atomic but the counters of one kick.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ R_READY = tl.constexpr(3)  # last sequence that program 0 of wait_fill has seen 
 R_PAGE_HEAD = tl.constexpr(4)  # arena pages ever allotted
 R_PAGE_TAIL = tl.constexpr(5)  # of them given back
 R_FAULT = tl.constexpr(6)  # a FAULT_* code; nothing is served after it
-R_BYPASSES = tl.constexpr(7)  # of this kick
-R_DEMANDS = tl.constexpr(8)  # of this kick
-R_ARRIVED = tl.constexpr(16)  # programs done: arrivals | lookups << 21 | hits << 42
-R_COUNT = tl.constexpr(32)  # rows on the miss list of this kick
+R_MISSED = tl.constexpr(16)  # this kick: ids that the lookup did not find
+R_BYPASSES = tl.constexpr(17)  # of these, rows that no slot could be claimed for
+R_DEMANDS = tl.constexpr(18)  # this kick: ids that no kick before it had asked for
+R_FOREIGN = tl.constexpr(19)  # this kick: ids of other ranks' rows
+R_COUNT = tl.constexpr(24)  # rows on the miss list of this kick
+R_ARRIVED = tl.constexpr(32)  # claiming programs that are done
 R_D_COUNT = tl.constexpr(40)  # per descriptor: rows listed
 R_D_FIRST = tl.constexpr(48)  # per descriptor: first arena page
 R_D_END = tl.constexpr(56)  # per descriptor: R_PAGE_HEAD after it

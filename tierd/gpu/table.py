@@ -38,13 +38,23 @@ FORMATS = {
 }
 TIMEOUT_NS = 10_000_000_000  # above take-over, retry and the next tier together
 GRACE_NS = 5_000_000_000  # what the host has to say why before the GPU traps
+# Programs, of one warp each. Few registers and few programs leave room for the engine's kernels.
+LOOKUP_ROWS = 4
+CLAIM_PROGRAMS = 264
 FILL_PROGRAMS = 528  # four per multiprocessor of an H200: one round for most steps
-GATHER_ROWS = 2  # rows per program of the gather
+GATHER_ROWS = 4
+GATHER_ROWS_SMALL = 2
+SMALL = 1024  # ids; below this, more programs are faster than fuller ones
 
 
 def pow2(n: int) -> int:
     """Return the smallest power of two that is at least ``n``."""
     return 1 << max(0, n - 1).bit_length()
+
+
+def gather_rows(count: int) -> int:
+    """Return how many rows one program of a gather of ``count`` ids serves."""
+    return GATHER_ROWS_SMALL if count < SMALL else GATHER_ROWS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -282,24 +292,28 @@ class GpuTable:
         ring, cache = self.ring, self._cache
         stream = torch.cuda.current_stream(cache.device) if self._cuda else None
         with cache.lookups(stream):
-            kernels_kick.kick_rows[(layout.count,)](
-                ids, layout.cols, layout.stride0, layout.stride1,
-                self.image.row_lo, self._hi, self.image.rows, self.image.number,
-                cache.words, cache.sets, cache.state, ring.words, lane.words, lane.desc,
-                ring.list_rows, ring.list_slots, ring.control, ring.control64, ring.descriptors,
-                ring.arena, ring.arena_g_words, self._slots, ring.fault_words, ring.stats,
-                ring.host_stats, ring.rows_max, ring.arena_pages, ring.array_words,
-                0 if drain else 1, *ring.keys, self._timeout_ns, GRACE_NS,
-                **self.image.geometry, DRAIN=drain, DEMAND=demand, num_warps=1,
+            kernels_kick.look_up[(-(-layout.count // LOOKUP_ROWS),)](
+                ids, layout.cols, layout.stride0, layout.stride1, layout.count,
+                self.image.row_lo, self._hi, self.image.rows, self.image.number, cache.words,
+                cache.sets, cache.state, ring.words, lane.words, lane.desc, ring.missed_at,
+                ring.missed_rows, ring.fault_words, ROWS=LOOKUP_ROWS, DEMAND=demand, num_warps=1,
+            )  # fmt: skip
+            kernels_kick.claim_publish[(min(layout.count, CLAIM_PROGRAMS),)](
+                layout.count, self.image.number, cache.words, cache.sets, cache.state, ring.words,
+                lane.words, lane.desc, ring.missed_at, ring.missed_rows, ring.list_rows,
+                ring.list_slots, ring.control, ring.control64, ring.descriptors, ring.arena,
+                ring.arena_g_words, self._slots, ring.fault_words, ring.stats, ring.host_stats,
+                ring.rows_max, ring.arena_pages, ring.array_words, 0 if drain else 1, *ring.keys,
+                self._timeout_ns, GRACE_NS, **self.image.geometry, DRAIN=drain, num_warps=1,
             )  # fmt: skip
             self._event = self._record()
 
     def _launch_wait_fill(self, lane: Lane, count: int) -> None:
         ring = self.ring
         kernels_fill.wait_fill[(min(count, FILL_PROGRAMS),)](
-            lane.words, ring.words, ring.control, ring.control64, ring.list_rows, ring.list_slots,
-            ring.arena, ring.arena_g_words, self._slots, self._cache.words, ring.fault_words,
-            ring.stats, ring.rows_max, ring.arena_pages, *ring.keys, self._timeout_ns, GRACE_NS,
+            lane.words, ring.words, ring.control64, ring.list_rows, ring.list_slots, ring.arena,
+            ring.arena_g_words, self._slots, self._cache.words, ring.fault_words, ring.stats,
+            ring.rows_max, ring.arena_pages, *ring.keys, self._timeout_ns, GRACE_NS,
             **self.image.geometry, CHECK=True, num_warps=1,
         )  # fmt: skip
         if not self._cuda:
@@ -315,8 +329,9 @@ class GpuTable:
             ring.arena, ring.arena_elements, ring.arena_g_words, ring.arena_pages,
             ring.fault_words, ring.stats, *ring.keys, GRACE_NS,
         )  # fmt: skip
-        grid = (-(-layout.count // GATHER_ROWS),)
-        options = {"ROWS": GATHER_ROWS, "CANONICAL": image.canonical_zero, "DIM": image.dim}
+        rows = gather_rows(layout.count)
+        grid = (-(-layout.count // rows),)
+        options = {"ROWS": rows, "CANONICAL": image.canonical_zero, "DIM": image.dim}
         options |= image.geometry
         if image.row_format == RowFormat.E4M3_E8M0:
             kernels_gather.gather_scaled[grid](
