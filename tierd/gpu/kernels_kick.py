@@ -68,7 +68,7 @@ NO_SLOT = tl.constexpr(-1)  # in a descriptor: the row bypasses the cache
 DESC_ZERO = tl.constexpr(-1)  # in a step's descriptors: a row of another rank, served as +0
 DESC_PAGE = tl.constexpr(-2)  # -2 - k: row k of the lane's request, read from its page
 TRIES = tl.constexpr(64)
-COPY_BLOCK = tl.constexpr(512)
+COPY_BLOCK = tl.constexpr(256)
 
 
 @triton.jit
@@ -352,18 +352,22 @@ def make_room(
     while (sequence - retired > DEPTH) | (head + count - tail > arena_pages):
         waits = tl.full((), 1, tl.int64)
         if DRAIN:
-            s = filled + 1
-            _, missing, word_d, word_g = wait_answer(control64, s, timeout_ns)
-            kind = settle(s, missing, word_d, word_g, ring, fault, stats, timeout_ns)
-            fill_request(
-                s, kind, s - s, 1, ring, list_rows, list_slots, arena, arena_g_words, slots,
-                words, fault, stats, rows_max, arena_pages, key0, key1, grace_ns,
-                ROWS_PER_PAGE, ROW_WORDS, BLOCK, True,
-            )  # fmt: skip
-            filled = s
-            retired = s
-            tail = tl.load(ring + R_D_END + (s & SLOTS_MASK))
-            tl.store(ring + R_FILLED, filled)
+            if filled < sequence - 1:
+                filled += 1
+                _, missing, word_d, word_g = wait_answer(control64, filled, timeout_ns)
+                kind = settle(filled, missing, word_d, word_g, ring, fault, stats, timeout_ns)
+                fill_request(
+                    filled, kind, filled - filled, 1, ring, list_rows, list_slots, arena,
+                    arena_g_words, slots, words, fault, stats, rows_max, arena_pages, key0, key1,
+                    grace_ns, ROWS_PER_PAGE, ROW_WORDS, BLOCK, True,
+                )  # fmt: skip
+                retired = filled
+                tail = tl.load(ring + R_D_END + (filled & SLOTS_MASK))
+                tl.store(ring + R_FILLED, filled)
+            else:
+                # Filled and gathered, by a lane that has not kicked since: all of it is over.
+                retired = sequence - 1
+                tail = head
             tl.store(ring + R_RETIRED, retired)
             tl.store(ring + R_PAGE_TAIL, tail)
             release_sys(control + RETIRED, retired.to(tl.int32))

@@ -21,8 +21,8 @@ STAMP_MASK = tl.constexpr((1 << 24) - 1)
 # and both together stay below the 2^24 at which a stamp would look young again.
 AGE_MAX = tl.constexpr(1 << 22)
 SLOTS_LIMIT = 1 << 27
-SWEEP_EVERY = tl.constexpr(16)  # kicks
-SWEEP_WORDS = tl.constexpr(512)  # words looked at each time
+SWEEP_EVERY = tl.constexpr(8)  # kicks
+SWEEP_WORDS = tl.constexpr(256)  # words looked at each time
 ROWS_LIMIT = (1 << 34) - 2  # row + 1 fits the 34 bits of a directory word
 
 # --- ring ----------------------------------------------------------------------------------------

@@ -240,8 +240,14 @@ class GpuTable:
         self._launch_gather(ids, layout, self.lanes[0], view)
 
     def warm(self, ids: torch.Tensor) -> None:
-        """Bring rows into the cache without using them, on the stream of lookups."""
+        """Bring rows into the cache without using them, on the stream of lookups.
+
+        Raises:
+            HookError: as for :meth:`kick`, or while a kick waits for its gather.
+        """
         layout = self._accept(ids)
+        if self._kicked is not None:
+            raise HookError(f"{self.image.name}: warm comes between a kick and its gather")
         for part in layout.parts(ids, self.rows_max):
             self._launch_kick(*part, self.lanes[1], drain=True, demand=False)
             with self._cache.lookups(None):
@@ -353,9 +359,8 @@ class GpuTable:
 
     def _gather_parts(self, ids: torch.Tensor, layout: IdLayout, out: torch.Tensor) -> None:
         """Work in sub-batches: the next one's reads are out while this one gathers."""
-        if self._kicked is not None:
-            self._join()
-            self._kicked = None
+        self._kicked = None
+        self._join()
         # Whatever lane 0 still holds is filled and given back first.
         self._launch_wait_fill(self.lanes[0], FILL_PROGRAMS)
         self._launch_finish(self.lanes[0])
