@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := all
-.PHONY: all setup build lint test demo bench bench-report sanitizers clean
+.PHONY: all setup build stubs lint test demo bench bench-report sanitizers clean
 
 all: lint test
 
@@ -19,7 +19,11 @@ CORE := $(wildcard tierd/io/_core/*.cc tierd/io/_core/*.h) CMakeLists.txt
 	touch $@
 build: .venv/.built
 
+stubs: build
+	tools/stubs.sh
+
 lint: build
+	tools/stubs.sh --check
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy

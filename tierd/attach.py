@@ -289,7 +289,7 @@ class _Session:
         )
         server.clients[client.client_id] = client
         names = [image.info.name for image in wanted]
-        log.info("attached", **_who(client), images=len(names), pump=attached.pump)
+        log.info("attached", client=client.client_id, **_who(client), images=names)
         server.catalog.record("attached", client.client_id, **_who(client), images=names)
         return client
 
@@ -327,7 +327,7 @@ class _Session:
         await loop.run_in_executor(server.workers, server.plane.detach, client.attached)
         del server.clients[client.client_id]
         client.view.close()
-        log.info("detached", **_who(client), why=why, **totals)
+        log.info("detached", client=client.client_id, **_who(client), why=why, **totals)
         server.catalog.record("detached", client.client_id, **_who(client), why=why, **totals)
 
 

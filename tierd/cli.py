@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tierd import __version__
-from tierd.errors import TierdError
+from tierd.errors import ConfigError, TierdError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -110,19 +110,9 @@ def cli() -> None:
 @_json_option
 def format_(device: str, size: int | None, force: str | None, as_json: bool) -> None:
     """Make DEVICE (a block device or a file) ready for images."""
-    from tierd.io.store import Store
+    from tierd.tools import offline
 
-    store = Store.format(device, size=size, force=force)
-    try:
-        result = {
-            "device": store.device.path,
-            "uuid": store.uuid,
-            "size_bytes": store.device.size,
-            "direct": store.device.direct,
-            "direct_reason": store.device.direct_reason,
-        }
-    finally:
-        store.close()
+    result = offline.format_device(device, size=size, force=force)
     if as_json:
         _print_json(result)
         return
@@ -137,6 +127,7 @@ def format_(device: str, size: int | None, force: str | None, as_json: bool) -> 
 @click.option("--model", help="Name of the images' model; default: the checkpoint's directory.")
 @click.option("--tensor", "tensors", multiple=True, help="Take this tensor as a table; repeatable.")
 @click.option("--table", "tables", multiple=True, help="Stage only this table; repeatable.")
+@_config_option
 @_json_option
 def stage(
     checkpoint: Path,
@@ -144,6 +135,7 @@ def stage(
     model: str | None,
     tensors: tuple[str, ...],
     tables: tuple[str, ...],
+    config_path: Path | None,
     as_json: bool,
 ) -> None:
     """Copy the lookup tables of CHECKPOINT (a directory) to a device.
@@ -155,6 +147,7 @@ def stage(
     results = offline.stage(
         checkpoint, device, model=model, tensors=tensors, tables_wanted=tables, quiet=as_json
     )
+    _remember_staged(results, device, config_path)
     if as_json:
         _print_json({"images": results})
         return
@@ -197,10 +190,15 @@ def verify(
         device, images, full=full, checkpoint=checkpoint, sample=sample, quiet=as_json
     )
     if as_json:
-        _print_json({"images": reports})
-        return
+        _print_json({"images": [report.to_json() for report in reports]})
+    else:
+        for report in reports:
+            rows = f", {report.rows_compared:,} rows compared" if checkpoint else ""
+            digest = ", digest of all rows right" if report.digest_ok else ""
+            found = f"{report.pages_checked:,} pages checked{rows}{digest}" if report.ok else "BAD"
+            click.echo(f"{report.image}: {found}")
     for report in reports:
-        click.echo(f"{report['name']}: {report['summary']}")
+        report.require_ok(device)
 
 
 @cli.command()
@@ -285,7 +283,8 @@ def status(api_socket: str | None, config_path: Path | None, as_json: bool) -> N
     show.status(state, clients)
 
 
-@cli.command(context_settings={"ignore_unknown_options": True})
+# Options after the command's name are the command's own.
+@cli.command(context_settings={"allow_interspersed_args": False})
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.option("--socket", "engine_socket", metavar="PATH", help="The daemon's engine socket.")
 @click.option("--model", help="Attach this model's images only.")
@@ -379,6 +378,24 @@ def _ask(api_socket: str | None, config_path: Path | None, resource: str) -> dic
 
     path = Path(api_socket) if api_socket else _load(config_path).settings.paths.api_socket
     return rest_client.get(path, resource)
+
+
+def _remember_staged(results: list[dict[str, Any]], device: str, config_path: Path | None) -> None:
+    """Tell history, if there is a place for it: staging needs neither it nor a configuration."""
+    from tierd.catalog import Catalog
+
+    try:
+        paths = _load(config_path).settings.paths
+    except ConfigError as error:
+        click.echo(f"note: history does not learn of this: {error}", err=True)
+        return
+    if not paths.state_dir.is_dir():
+        return
+    catalog = Catalog(paths.catalog)
+    for result in results:
+        if result["written_bytes"]:
+            catalog.record("staged", result["name"], device=device, **result)
+    catalog.close()
 
 
 def _absolute(path: str | None) -> str | None:

@@ -167,7 +167,7 @@ class IoSection(Section):
         ge=0,
         le=1_000_000,
         description="The CRC of one page in so many is checked on the hot path, 0: none. "
-        "Identity, generation and page number are checked on every page, the row's tag on every row.",
+        "Identity, generation and page number are checked on every page, tags on every row.",
     )
 
 
@@ -184,8 +184,8 @@ class ChannelSection(Section):
         1 << 18,
         ge=1,
         le=1 << 21,
-        description="Largest arena of one ring, in pages of 4 KiB. The daemon pins one arena "
-        "for each ring.",
+        description="Largest sum of one client's arenas, in pages of 4 KiB: the daemon pins "
+        "that much of the client's memory.",
     )
     clients_max: int = Field(
         64, ge=1, le=1024, description="Clients (engine ranks) attached at once."
@@ -257,6 +257,9 @@ class Settings(BaseSettings):
                 raise ValueError(text + ", the most that a Unix socket's path may have")
         if paths.engine_socket == paths.api_socket:
             raise ValueError(f"engine.socket and api.socket are both {paths.api_socket}")
+        for device in self.devices.paths:
+            if self.devices.paths.count(device) > 1:
+                raise ValueError(f"devices.paths lists {device} twice")
         return self
 
     @property

@@ -95,19 +95,22 @@ class ChannelView:
         self.rank, self.world, self.client_id = rank, world, client_id
         self.bytes = size
         self.rings = tuple(self._read_entry(ring, size, limits) for ring in range(count))
+        pages = sum(ring.arena_pages for ring in self.rings)
+        if pages > limits.arena_pages_max:
+            raise AttachError(
+                f"the client's arenas have {pages} pages together; "
+                f"channel.arena_pages_max of the daemon is {limits.arena_pages_max}"
+            )
 
     def _read_entry(self, ring: int, size: int, limits: ChannelSection) -> RingLayout:
         offset = protocol.OFFSET_RINGS + ring * protocol.RING_ENTRY_BYTES
         entry = _ENTRY.unpack_from(self._map, offset)
         control, _, _, _, stats, _, rows_max, arena_pages, table, flags = entry
-        for name, asked, most in (
-            ("rows_max", rows_max, limits.rows_max),
-            ("arena_pages_max", arena_pages, limits.arena_pages_max),
-        ):
-            if not 1 <= asked <= most:
-                raise AttachError(
-                    f"ring {ring} asks for {asked}; channel.{name} of the daemon is {most}"
-                )
+        if not 1 <= rows_max <= limits.rows_max:
+            raise AttachError(
+                f"ring {ring} asks for requests of {rows_max} rows; "
+                f"channel.rows_max of the daemon is {limits.rows_max}"
+            )
         last = max(control + protocol.CONTROL_BYTES, stats + protocol.STATS_BYTES)
         if last > size or control % protocol.LINE_BYTES or stats % protocol.LINE_BYTES:
             raise AttachError(f"ring {ring} lies outside its channel")

@@ -119,6 +119,8 @@ def test_paths_are_checked_together(tmp_path: Path) -> None:
     assert "{nmae} is not a placeholder" in refusal(**{"daemon.runtime_dir": "/run/{nmae}"})
     assert "not an absolute path" in refusal(**{"daemon.state_dir": "state"})
     assert "longer than 107 bytes" in refusal(**{"engine.socket": "/tmp/" + "x" * 120})
+    twice = {"devices.paths": ["/dev/a", "/dev/b", "/dev/a"]}
+    assert "devices.paths lists /dev/a twice" in refusal(**twice)
     same = {"engine.socket": "/tmp/s", "api.socket": "/tmp/s"}
     assert "engine.socket and api.socket are both /tmp/s" in refusal(**same)
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from tests.unit.twin_rig import decode_e4m3_e8m0
 from tierd.io import _core
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
 
 BOTH = pytest.mark.parametrize("portable", [False, True])
 

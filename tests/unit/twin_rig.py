@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from tierd.io import _core
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
 
 U32 = np.uint32
 MASK64 = (1 << 64) - 1
@@ -224,6 +227,10 @@ class Engine:
         self.attached = self.rig.pump.add_channel(self.channel.fd)
         for ring, image in enumerate(self.images):
             self.rig.pump.add_ring(self.attached, ring, image.served)
+
+    def control_word(self, ring: int, offset: int) -> int:
+        """A 32-bit word of a ring's control, by its offset."""
+        return int(self.channel.control(ring)[offset : offset + 4].view(np.uint32)[0])
 
     def gather(self, table: int, ids: NDArray[Any]) -> NDArray[Any]:
         image = self.images[table]

@@ -11,6 +11,7 @@ from tierd.api.common import DAEMON, moment, reply
 from tierd.catalog import READ_MAX
 
 LIMIT_DEFAULT = 100
+FLUSH_S = 0.5
 
 routes = web.RouteTableDef()
 
@@ -22,6 +23,9 @@ async def get_events(request: web.Request) -> web.Response:
     if not text.isdecimal() or not 1 <= int(text) <= READ_MAX:
         raise web.HTTPBadRequest(text=f"limit={text}: a number from 1 to {READ_MAX} is wanted")
     kind = request.query.get("kind")
-    rows = await asyncio.to_thread(request.app[DAEMON].catalog.events, int(text), kind)
+    catalog = request.app[DAEMON].catalog
+    # What has happened by now is to be seen, unless the disk is too slow for that.
+    await asyncio.to_thread(catalog.flush, FLUSH_S)
+    rows = await asyncio.to_thread(catalog.events, int(text), kind)
     events = [schemas.Event(**{**row, "time": moment(row["time"])}) for row in rows]
     return reply(schemas.Events(events=events))

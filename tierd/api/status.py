@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
@@ -23,11 +24,13 @@ routes = web.RouteTableDef()
 @routes.get("/v1/status")
 async def get_status(request: web.Request) -> web.Response:
     """Answer with the daemon's state."""
-    return reply(build(request.app[DAEMON]))
+    daemon = request.app[DAEMON]
+    # A pump that is registering a client's memory answers when it has done so.
+    counters = await asyncio.to_thread(daemon.plane.stats)
+    return reply(_status(daemon, counters))
 
 
-def build(daemon: Daemon) -> schemas.Status:
-    """Return the daemon's state."""
+def _status(daemon: Daemon, counters: list[dict[str, Any]]) -> schemas.Status:
     plane, clients = daemon.plane, daemon.attach.clients.values()
     return schemas.Status(
         name=daemon.settings.daemon.name,
@@ -37,7 +40,7 @@ def build(daemon: Daemon) -> schemas.Status:
         started_at=moment(daemon.identity.started),
         uptime_s=round(daemon.identity.uptime_s, 3),
         devices=[_device(store) for store in plane.stores],
-        pumps=[schemas.Pump.model_validate(pump) for pump in plane.stats()],
+        pumps=[schemas.Pump.model_validate(pump) for pump in counters],
         images=len(plane.images),
         shadowed_images=plane.shadowed,
         clients=len(clients),

@@ -54,6 +54,7 @@ class Client:
         self._channel = channel
         self._images = tuple(images)
         self._tables = tables
+        self._pid = os.getpid()
         self.client_id: str = ""
         self.boot_id = link.boot_id
         self.daemon_pid = link.daemon_pid
@@ -120,7 +121,12 @@ class Client:
         arena_pages: int,
     ) -> Self:
         rings = [(rows_max, arena_pages, number, 0) for number in range(len(images))]
-        channel = _core.Channel(rank=rank, world=world, client_id=uuid.uuid4().bytes, rings=rings)
+        try:
+            channel = _core.Channel(
+                rank=rank, world=world, client_id=uuid.uuid4().bytes, rings=rings
+            )
+        except (ValueError, OSError) as error:
+            raise AttachError(f"no channel of {len(rings)} rings can be made: {error}") from None
         request = {
             "op": "attach",
             "abi": wire.ABI,
@@ -160,10 +166,17 @@ class Client:
         return self._link.images(model)
 
     def close(self) -> None:
-        """Detach: the daemon drains the rings and lets go of the channel. Idempotent."""
+        """Detach: the daemon drains the rings and lets go of the channel. Idempotent.
+
+        In a forked child this only closes its copies: the connection is its parent's as well.
+        """
         for table in self._tables.values():
             table.close()
-        self._link.detach()
+        if os.getpid() == self._pid:
+            self._link.detach()
+        else:
+            self._link.close()
+        self._channel = None  # its memory goes now, not when this object does
 
     def __enter__(self) -> Self:
         return self
@@ -202,7 +215,7 @@ class TableClient:
             RowError: an earlier request that was in the way failed.
         """
         with self._explained():
-            self._open().kick(_plain(ids))
+            self._open().kick(ids)
 
     def gather(self, ids: Any, out: Any) -> None:
         """Wait for the rows and write them to ``out``.
@@ -217,7 +230,7 @@ class TableClient:
             RowError: a row could not be read, or is not what was staged. ``out`` is undefined.
         """
         with self._explained():
-            self._open().gather(_plain(ids), _plain(out))
+            self._open().gather(ids, out)
 
     def set_quota(self, ways: int) -> None:
         """Change how many ways of each set this table may hold; nothing is flushed."""
@@ -239,7 +252,7 @@ class TableClient:
             yield
         except RuntimeError as error:
             cure = f"run: tierd verify --device {self._device} {self.info.name}"
-            if "no answer" in str(error):
+            if "timeout" in str(error):
                 cure = "run: tierd status"
             raise RowError(f"{self.info.name}: {error}; {cure}") from None
 
@@ -468,12 +481,3 @@ def _read_fd(fd: int, size: int) -> bytes:
             raise AttachError(f"the daemon's memory file has {len(data)} of {size} bytes")
         data += part
     return data
-
-
-def _plain(tensor: Any) -> Any:
-    """Return what the core can map: a torch tensor without its gradient, anything else as it is.
-
-    The core takes numpy arrays and CPU tensors of any library that speaks DLPack; torch is not
-    imported for that.
-    """
-    return tensor.detach() if getattr(tensor, "requires_grad", False) else tensor

@@ -93,16 +93,17 @@ def attach_checkpoint(
         HookError: no image has the fingerprint of these tables, or a row differs.
         AttachError: no daemon, or it refused.
     """
-    checkpoint, specs = _specs(directory, files, kind)
-    images = _images(settings)
-    chosen = [_match(checkpoint, spec, images, directory, settings) for spec in specs]
-    attached = _attach(chosen, settings, engine)
-    try:
-        for spec in specs:
-            _self_test(checkpoint, spec, attached.table(kind, spec.layer))
-    except BaseException:
-        attached.client.close()
-        raise
+    with _open(directory) as checkpoint:
+        specs = _specs(checkpoint, files, kind)
+        images = _images(settings)
+        chosen = [_match(checkpoint, spec, images, settings) for spec in specs]
+        attached = _attach(chosen, settings, engine)
+        try:
+            for spec in specs:
+                _self_test(checkpoint, spec, attached.table(kind, spec.layer))
+        except BaseException:
+            attached.client.close()
+            raise
     return attached
 
 
@@ -122,30 +123,37 @@ def attach_named(kind: TableKind, settings: HookSettings, engine: str) -> Attach
     return _attach(chosen, settings, engine)
 
 
-def _specs(
-    directory: Path, files: Iterable[Path], kind: TableKind
-) -> tuple[Checkpoint, list[TableSpec]]:
+def _open(directory: Path) -> Checkpoint:
     try:
-        checkpoint = Checkpoint.open(directory)
+        return Checkpoint.open(directory)
+    except CheckpointError as error:
+        raise _unreadable(directory, error) from None
+
+
+def _unreadable(directory: Path, error: CheckpointError) -> HookError:
+    return HookError(f"{directory}: the tables of this checkpoint cannot be read: {error}")
+
+
+def _specs(checkpoint: Checkpoint, files: Iterable[Path], kind: TableKind) -> list[TableSpec]:
+    directory = checkpoint.path
+    try:
         found = io_tables.find_tables(checkpoint)
     except CheckpointError as error:
-        raise HookError(
-            f"{directory}: the tables of this checkpoint cannot be read: {error}"
-        ) from None
+        raise _unreadable(directory, error) from None
     specs = [spec for spec in found if spec.kind == kind]
     if not specs:
         raise HookError(f"{directory}: holds no {kind.value} table, but the model reads one")
     loaded = {path.resolve() for path in files}
     for spec in specs:
         for name in spec.tensors:
-            path = checkpoint.tensors[name].path
-            if path.resolve() not in loaded:
+            shard = checkpoint.tensors[name].shard
+            if shard.resolve() not in loaded:
                 raise HookError(
-                    f"{directory}: the model is loaded from other files than {path.name}, which "
+                    f"{directory}: the model is loaded from other files than {shard.name}, which "
                     f"holds its table {spec.name}; load without `variant`, or stage a directory "
                     "that holds only these files"
                 )
-    return checkpoint, specs
+    return specs
 
 
 def _images(settings: HookSettings) -> list[ImageInfo]:
@@ -156,10 +164,10 @@ def _match(
     checkpoint: Checkpoint,
     spec: TableSpec,
     images: Sequence[ImageInfo],
-    directory: Path,
     settings: HookSettings,
 ) -> ImageInfo:
     """Return the image with this table's fingerprint."""
+    directory = checkpoint.path
     fingerprint = io_tables.fingerprint(checkpoint, spec)
     for image in images:
         if image.fingerprint == fingerprint and image.table.kind == spec.kind:
@@ -217,7 +225,8 @@ def _self_test(checkpoint: Checkpoint, spec: TableSpec, table: gpu_client.TableC
     )
     served = np.empty((len(ids), spec.dim), dtype=np.uint16)
     table.gather(ids, served)
-    differs = (served != _bf16(expected, spec)).any(axis=1)
+    stored = _core.decode_rows(expected, spec.dim, spec.row_format.value)
+    differs = (served != stored).any(axis=1)
     wrong = ids[differs]
     if len(wrong) > 0:
         raise HookError(
@@ -234,10 +243,3 @@ def _sample(spec: TableSpec) -> NDArray[np.int64]:
     while len(chosen) < min(SELF_TEST_ROWS, spec.rows):
         chosen.add(generator.randrange(spec.rows))
     return np.array(sorted(chosen), dtype=np.int64)
-
-
-def _bf16(rows: NDArray[np.uint8], spec: TableSpec) -> NDArray[np.uint16]:
-    """Decode stored rows to bf16 bits."""
-    out = np.empty((len(rows), spec.dim), dtype=np.uint16)
-    _core.decode_rows(np.ascontiguousarray(rows), out, row_format=spec.row_format.value)
-    return out

@@ -219,7 +219,7 @@ class Device:
             if count <= 0:
                 raise DeviceError(
                     f"{self.path}: {what} at byte {offset + done} ended early, the device has "
-                    f"{self.size} bytes; it may have shrunk; run: tierd doctor"
+                    f"{self.size} bytes; it may have shrunk; run: ls -l {self.path}"
                 )
         return done + count
 
@@ -251,7 +251,7 @@ class Device:
                 os.close(fd)
                 raise DeviceError(
                     f"{self.path}: cannot lock the bytes at {offset} for a reader; its file system "
-                    "has no byte-range locks; run: tierd doctor"
+                    f"has no byte-range locks; use another; run: df -T {self.path}"
                 )
         return fd
 
@@ -363,7 +363,7 @@ def _try_exclusive(path: str, flags: int) -> int | None:
 
 def _open_error(path: str, error: OSError) -> DeviceError:
     advice = {
-        errno.ENOENT: f"there is no such device or file; run: tierd init {path}",
+        errno.ENOENT: f"there is no such device or file; run: tierd format {path} --size 64GiB",
         errno.EACCES: f"this user may not open it; run: ls -l {path}",
         errno.EPERM: f"this user may not open it; run: ls -l {path}",
         errno.EROFS: "it is read-only; run: lsblk -o NAME,RO",

@@ -46,8 +46,8 @@ class RowReader:
         missing = [name for name in spec.tensors if name not in checkpoint.tensors]
         if missing:
             raise ImageError(
-                f"{checkpoint.path} holds no {missing[0]}, so {spec.name} was staged from another "
-                f"checkpoint; run: tierd images"
+                f"{checkpoint.path} holds no {missing[0]}, so {spec.name} is of another "
+                f"checkpoint; run: ls {checkpoint.path}"
             )
         self._refs = [checkpoint.tensors[name] for name in spec.tensors]
         forbidding = {TableKind.ENGRAM, TableKind.PLE}
@@ -59,7 +59,7 @@ class RowReader:
         if rows != spec.rows:
             raise ImageError(
                 f"{spec.name} has {spec.rows} rows, {checkpoint.path} has {rows}: another "
-                "checkpoint; run: tierd images"
+                f"checkpoint; run: ls {checkpoint.path}"
             )
 
     def read(self, first_row: int, count: int) -> NDArray[np.uint8]:

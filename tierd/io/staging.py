@@ -119,7 +119,7 @@ def _require_model_name(model: str) -> None:
         raise ImageError(
             f"model name {model[:_MODEL_NAME_MAX]!r} cannot be used: letters, digits and ._+@- in "
             f"parts joined by /, {_MODEL_NAME_MAX} characters at most; "
-            "run: tierd stage CHECKPOINT --model NAME"
+            "run: tierd stage CHECKPOINT --device DEVICE --model NAME"
         )
 
 

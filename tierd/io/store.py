@@ -134,7 +134,7 @@ class Store:
             content = signatures.find_content(device)
             what = f"holds {content}" if content else "is empty"
             raise DeviceForeignError(
-                f"{device.path} is no tierd store, it {what}; run: tierd init {device.path}"
+                f"{device.path} is no tierd store, it {what}; run: tierd format {device.path}"
             )
         return cls(device, loaded)
 
@@ -191,7 +191,7 @@ class Store:
             hint = f"; near names: {', '.join(near)}" if near else ""
             raise ImageError(
                 f"no image {name!r} on {self.device.path} ({len(self._table.images)} images)"
-                f"{hint}; run: tierd images"
+                f"{hint}; run: tierd images --device {self.device.path}"
             )
         return found
 
@@ -245,10 +245,9 @@ class Store:
     def too_small(self, pages: int, have: int) -> DeviceTooSmallError:
         """Return the error that says how much is needed and how much there is."""
         return DeviceTooSmallError(
-            f"{self.device.path} has {have * PAGE_BYTES} bytes free "
-            f"({have * PAGE_BYTES / 2**30:.2f} GiB), the tables need {pages * PAGE_BYTES} "
-            f"({pages * PAGE_BYTES / 2**30:.2f} GiB); delete an image or use a larger device; "
-            "run: tierd images"
+            f"{self.device.path} has {have * PAGE_BYTES} bytes free, the tables need "
+            f"{pages * PAGE_BYTES} ({(pages - have) * PAGE_BYTES} more); delete an image or use a "
+            f"larger device; run: tierd images --device {self.device.path}"
         )
 
     def _free(self) -> list[tuple[int, int]]:
@@ -279,7 +278,7 @@ class Store:
                     raise ImageError(
                         f"image {image.name} generation {image.info.generation} on "
                         f"{self.device.path} was deleted or replaced; attach again; "
-                        "run: tierd images"
+                        f"run: tierd images --device {self.device.path}"
                     )
             return self.device.readonly_fd(ranges)
 
@@ -344,7 +343,7 @@ class Store:
             if self._is_leased(image.extents):
                 raise DeviceBusyError(
                     f"image {name} on {self.device.path} is attached by an engine, so it cannot "
-                    "be deleted; stop the engine first; run: tierd clients"
+                    "be deleted; stop the engine first; run: tierd status"
                 )
             images = {key: value for key, value in self._table.images.items() if key != name}
             placements = {k: v for k, v in self._table.placements.items() if k != name}
@@ -389,7 +388,8 @@ class Store:
         if len(data) > self._areas.table_bytes:
             raise DeviceError(
                 f"{self.device.path}: the extent table would have {len(data)} bytes, there is room "
-                f"for {self._areas.table_bytes}; delete images; run: tierd images"
+                f"for {self._areas.table_bytes}; delete images; "
+                f"run: tierd images --device {self.device.path}"
             )
         used = 0 if self._root.table_offset == self._areas.table_offset(0) else 1
         root = dataclasses.replace(
@@ -466,7 +466,8 @@ def _make_file(path: str, size: int | None) -> bool:
     except FileNotFoundError:
         if size is None:
             raise DeviceError(
-                f"{path} does not exist; a new file needs a size; run: tierd init {path} --size 64G"
+                f"{path} does not exist, and a new file needs a size; "
+                f"run: tierd format {path} --size 64GiB"
             ) from None
         info = None
     except OSError as error:
@@ -481,24 +482,33 @@ def _make_file(path: str, size: int | None) -> bool:
             f"name; run: ls -l {path}"
         )
     _require_minimum(path, size)
+    folder = os.path.dirname(os.path.abspath(path))
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            os.posix_fallocate(fd, 0, size)
-        finally:
-            os.close(fd)
+        # Asked first, since a reservation that fails has filled the file system for a moment.
+        system = os.statvfs(folder)
+        if system.f_bavail * system.f_frsize < size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        _reserve(path, size)
     except OSError as error:
         if info is None:
             with contextlib.suppress(OSError):
                 os.unlink(path)
         if error.errno in {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}:
-            free = os.statvfs(os.path.dirname(os.path.abspath(path)))
             raise DeviceTooSmallError(
-                f"{path}: no room for {size} bytes, the file system has "
-                f"{free.f_bavail * free.f_frsize} free; run: df -h {os.path.dirname(path) or '.'}"
+                f"{path}: no room for a file of {size} bytes in {folder}; run: df -h {folder}"
             ) from None
-        raise DeviceError(f"{path}: cannot make it: {os.strerror(error.errno or 0)}") from None
+        raise DeviceError(
+            f"{path}: cannot be made: {os.strerror(error.errno or 0)}; run: ls -ld {folder}"
+        ) from None
     return info is None
+
+
+def _reserve(path: str, size: int) -> None:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, size)
+    finally:
+        os.close(fd)
 
 
 def _require_minimum(path: str, size: int) -> None:
@@ -515,7 +525,7 @@ def _refuse_content(device: Device, path: str, force: str | None) -> None:
     if device.leased_ranges(0, device.size):
         raise DeviceBusyError(
             f"{path} is still read by an engine that attached to its images; stop the engine "
-            "first; run: tierd clients"
+            "first; run: tierd status"
         )
     content = signatures.find_content(device)
     if content is None:
@@ -527,7 +537,7 @@ def _refuse_content(device: Device, path: str, force: str | None) -> None:
     given = f" (--force names {force}, which is not this device)" if force is not None else ""
     raise DeviceForeignError(
         f"{path} holds {content}, which would be lost{given}; if that is what you want, "
-        f"run: tierd init --force {path} {path}"
+        f"run: tierd format {path} --force {path}"
     )
 
 

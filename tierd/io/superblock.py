@@ -317,7 +317,7 @@ def load(device: Device) -> Loaded | None:
         return None
     raise DeviceDamagedError(
         f"{device.path}: neither root can be used ({'; '.join(faults)}); the tables on it must be "
-        f"staged again; run: tierd init --force {device.path} {device.path}"
+        f"staged again; run: tierd format {device.path} --force {device.path}"
     )
 
 

@@ -32,7 +32,7 @@ E8M0_BLOCK = 32  # values that share one e8m0 scale
 
 _ENGRAM = re.compile(r"((?:.*\.)?layers\.(\d+)\.engram\.embed)\.(weight|scale)")
 _PLE = re.compile(r"(.*\blayers\.(\d+)\..*\bngram_embedding)\.(?:shard_(\d+)\.)?(\w+)")
-_PER_LAYER = re.compile(r"(?:.*\.)?embed_tokens_per_layer\.weight")
+_PER_LAYER = "embed_tokens_per_layer.weight"
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 # One name of each kind, for "near names" when nothing matches.
@@ -70,7 +70,7 @@ def find_tables(checkpoint: Checkpoint, *, tensors: Sequence[str] = ()) -> list[
             f"no table among the {len(checkpoint.tensors)} tensors of {checkpoint.path}: none is "
             f"called like {', '.join(_PATTERNS[:3:2])} or embed_tokens_per_layer.weight"
             f"{_near(checkpoint.tensors, _PATTERNS)}; to stage a tensor by its name, "
-            f"run: tierd stage {checkpoint.path} --tensor NAME"
+            f"run: tierd stage {checkpoint.path} --device DEVICE --tensor NAME"
         )
     owners: dict[str, TableSpec] = {}
     for spec in specs:
@@ -80,7 +80,7 @@ def find_tables(checkpoint: Checkpoint, *, tensors: Sequence[str] = ()) -> list[
             raise UnsupportedTableError(
                 f"{checkpoint.path} holds two tables for {spec.name} ({other.tensors[0]} and "
                 f"{spec.tensors[0]}); name the one to stage; "
-                f"run: tierd stage {checkpoint.path} --tensor {spec.tensors[0]}"
+                f"run: tierd stage {checkpoint.path} --device DEVICE --tensor {spec.tensors[0]}"
             )
     return sorted(specs, key=lambda spec: (spec.layer, spec.name))
 
@@ -92,7 +92,7 @@ def _find_engram(checkpoint: Checkpoint) -> list[TableSpec]:
     found: dict[str, dict[str, TensorRef]] = defaultdict(dict)
     layers: dict[str, int] = {}
     for name, ref in checkpoint.tensors.items():
-        match = _ENGRAM.fullmatch(name)
+        match = _ENGRAM.fullmatch(name) if "engram" in name else None
         if match:
             found[match[1]][match[3]] = ref
             layers[match[1]] = int(match[2])
@@ -138,7 +138,7 @@ def _find_ple(checkpoint: Checkpoint) -> list[TableSpec]:
     found: dict[str, dict[tuple[int, str], TensorRef]] = defaultdict(dict)
     layers: dict[str, int] = {}
     for name, ref in checkpoint.tensors.items():
-        match = _PLE.fullmatch(name)
+        match = _PLE.fullmatch(name) if "ngram_embedding" in name else None
         if match:
             shard = -1 if match[3] is None else int(match[3])
             found[match[1]][shard, match[4]] = ref
@@ -259,14 +259,18 @@ def _ple_scale(checkpoint: Checkpoint, stem: str, parts: dict[tuple[int, str], T
 
 
 def _find_per_layer(checkpoint: Checkpoint) -> list[TableSpec]:
-    refs = [ref for name, ref in checkpoint.tensors.items() if _PER_LAYER.fullmatch(name)]
+    refs = [
+        ref
+        for name, ref in checkpoint.tensors.items()
+        if name == _PER_LAYER or name.endswith("." + _PER_LAYER)
+    ]
     if not refs:
         return []
     if len(refs) > 1:
         names = ", ".join(ref.name for ref in refs)
         raise UnsupportedTableError(
             f"{checkpoint.path} holds several per-layer tables ({names}); name the one to stage; "
-            f"run: tierd stage {checkpoint.path} --tensor {refs[0].name}"
+            f"run: tierd stage {checkpoint.path} --device DEVICE --tensor {refs[0].name}"
         )
     ref = refs[0]
     _require(ref, "BF16", "[vocabulary, layers * dim]", len(ref.shape) == 2)

@@ -93,30 +93,53 @@ class VerifyReport:
         """Rate of reading."""
         return self.bytes_read / 2**20 / self.seconds if self.seconds else 0.0
 
+    @property
+    def finding(self) -> str:
+        """What is wrong, the first of it with its place; empty if nothing is."""
+        if self.pages_bad:
+            return (
+                f"{self.pages_bad} of {self.pages_checked} pages are bad, the first is page "
+                f"{self.first_bad_page} ({self.first_fault})"
+            )
+        if self.rows_wrong:
+            return (
+                f"{self.rows_wrong} of {self.rows_compared} rows differ from the checkpoint, the "
+                f"first is row {self.first_wrong_row}"
+            )
+        if self.digest_ok is False:
+            return "every page is whole, but the digest of all rows is not the one of the import"
+        return ""
+
+    @property
+    def summary(self) -> str:
+        """The report in one line."""
+        done = f"{self.pages_checked:,} pages checked"
+        if self.rows_compared:
+            done += f", {self.rows_compared:,} rows compared with the checkpoint"
+        if self.digest_ok:
+            done += ", digest of all rows right"
+        if self.full:
+            done += f", {self.mib_per_second:,.0f} MiB/s"
+        return f"{'whole' if self.ok else self.finding}: {done}"
+
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
-        data = dataclasses.asdict(self)
-        return {**data, "ok": self.ok, "mib_per_second": round(self.mib_per_second, 1)}
+        derived = {
+            "ok": self.ok,
+            "finding": self.finding,
+            "summary": self.summary,
+            "mib_per_second": round(self.mib_per_second, 1),
+        }
+        return {**dataclasses.asdict(self), **derived}
 
     def require_ok(self, path: str) -> None:
         """Raise VerifyError, naming the device and the first page or row, if anything is wrong."""
         if self.ok:
             return
-        if self.pages_bad:
-            what = (
-                f"{self.pages_bad} of {self.pages_checked} pages are bad, the first is page "
-                f"{self.first_bad_page} ({self.first_fault})"
-            )
-        elif self.rows_wrong:
-            what = (
-                f"{self.rows_wrong} of {self.rows_compared} rows differ from the checkpoint, the "
-                f"first is row {self.first_wrong_row}"
-            )
-        else:
-            what = "every page is whole, but the digest of all rows is not the one of the import"
         raise VerifyError(
-            f"{self.image} on {path}: {what}; the device changed or lost what was written; delete "
-            f"the image and stage it again; run: tierd verify --full {self.image}"
+            f"{self.image} on {path}: {self.finding}; the device changed or lost what was written; "
+            "delete the image and stage it again; "
+            f"run: tierd verify --device {path} --full {self.image}"
         )
 
 
@@ -149,7 +172,7 @@ def verify(
     if isinstance(image, str):
         image = store.image(image)
     if checkpoint is not None:
-        _require_same(checkpoint, image)
+        _require_same(checkpoint, image, store.device.path)
     # A lease keeps the image's extents as they are; one that is being staged has no name yet and
     # is safe from others as it is.
     named = store.find(image.name) == image
@@ -158,21 +181,22 @@ def verify(
         walk = _Walk(store, image, secrets.randbits(32) if seed is None else seed)
         if full:
             walk.check_all(progress)
-        walk.check_rows(checkpoint, sample)
+        walk.check_rows(checkpoint, sample, count_pages=not full)
         return walk.report(full=full)
     finally:
         if lease is not None:
             os.close(lease)
 
 
-def _require_same(checkpoint: Checkpoint, image: StoredImage) -> None:
+def _require_same(checkpoint: Checkpoint, image: StoredImage, device: str) -> None:
     table = image.info.table
     missing = [name for name in table.tensors if name not in checkpoint.tensors]
     if missing or fingerprint(checkpoint, table) != image.info.fingerprint:
         why = f"it has no {missing[0]}" if missing else "its fingerprint is another"
         raise ImageError(
             f"{image.name} was not staged from {checkpoint.path}: {why}; name the checkpoint it "
-            f"came from, or stage this one; run: tierd stage {checkpoint.path}"
+            f"came from, or stage this one; run: tierd stage {checkpoint.path} --device "
+            f"{device}"
         )
 
 
@@ -211,8 +235,9 @@ class _Walk:
 
     # --- sampled rows ----------------------------------------------------------------------------
 
-    def check_rows(self, checkpoint: Checkpoint | None, sample: int) -> None:
+    def check_rows(self, checkpoint: Checkpoint | None, sample: int, *, count_pages: bool) -> None:
         """Check the pages of the first, the last and some drawn rows; compare those rows."""
+        seen: set[int] = set()
         rows = self._geometry.rows
         drawn = random.Random(self._seed).choices(range(rows), k=max(0, sample))  # noqa: S311
         reader = RowReader(checkpoint, self._info.table) if checkpoint is not None else None
@@ -220,7 +245,9 @@ class _Walk:
         for row in sorted({0, rows - 1, *drawn}):
             number, inside = divmod(row, self._geometry.rows_per_page)
             faults = self._read(number, page)
-            self._count(number, faults)
+            if count_pages and number not in seen:
+                self._count(number, faults)
+                seen.add(number)
             if reader is None:
                 continue
             start = inside * self._geometry.stride

@@ -1,14 +1,14 @@
 """A demo model: a tiny DeepSeek-V4 with Engram layers, standing in for DeepSeek-V4.1.
 
-transformers has no V4.1 yet. This puts an Engram module in front of some layers of its tiny V4, with
-the real layout: 24 hash columns, primes, multipliers, the true tokenizer's compressed map, 264-byte
-rows, tensor names. The weights are random, so its text is noise; which rows it reads is not.
+transformers has no V4.1 yet. This puts an Engram module in front of some layers of its V4, made
+tiny, with the real layout: 24 hash columns, primes, multipliers, the true tokenizer's compressed
+map, 264-byte rows, tensor names. The weights are random, so its text is noise; which rows it reads
+is not.
 """
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -21,6 +21,9 @@ from tierd.gpu.engram import NOTHING, EngramHash, EngramLayout
 from tierd.tools.deepseek_tokens import compressed_token_map, load_tokenizer
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
     from numpy.typing import NDArray
 
 HEAD_DIM = 256
@@ -144,7 +147,11 @@ class EngramModel:
             sources = {layer: rows_in_memory(directory, layer) for layer in layout.layer_ids}
         return cls(base, engrams, hasher, sources)
 
-    def _start(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def use(self, sources: Mapping[int, RowSource]) -> None:
+        """Read rows from elsewhere from now on; layer -> source."""
+        self._sources = dict(sources)
+
+    def _start(self, _model: Any, _args: Any, kwargs: dict[str, Any]) -> None:
         """Hash the step's tokens and kick every layer's reads, before the first layer runs."""
         tokens = kwargs["input_ids"].numpy()
         cache = kwargs.get("cache", kwargs.get("past_key_values"))
@@ -160,7 +167,7 @@ class EngramModel:
             self._sources[layer].kick(self._ids[layer])
 
     def _inject(self, layer: int) -> Any:
-        def hook(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        def hook(_module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
             ids = self._ids[layer]
             embedded = torch.empty((*ids.shape, HEAD_DIM), dtype=torch.bfloat16)
             self._sources[layer].gather(ids, embedded)

@@ -7,8 +7,7 @@ are random, with a spread that lets a table's rows change what the model says.
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -20,6 +19,9 @@ from tierd.tools.demo_engram import (
     engram_key,
     layout_of,
 )
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 INDEX = "model.safetensors.index.json"
 _NAN_PAYLOADS = (0x7F, 0xFF)

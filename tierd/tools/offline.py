@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import difflib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from tierd.errors import NoTableError
+from tierd.errors import DeviceBusyError, NoTableError
 from tierd.io import staging, tables, walker
 from tierd.io.checkpoint import Checkpoint
 from tierd.io.store import Store
@@ -50,7 +51,11 @@ def stage(
     specs = tables.find_tables(source, tensors=list(tensors))
     specs = _choose(specs, tables_wanted, checkpoint)
     name = model or checkpoint.resolve().name
-    with Store.open(device, write=True) as store, _progress("staging", quiet=quiet) as progress:
+    with (
+        explained_busy(),
+        Store.open(device, write=True) as store,
+        _progress("staging", quiet=quiet) as progress,
+    ):
         results = staging.stage(store, source, specs, model=name, progress=progress)
     return [
         {
@@ -74,44 +79,87 @@ def verify(
     checkpoint: Path | None,
     sample: int,
     quiet: bool,
-) -> list[dict[str, Any]]:
+) -> list[walker.VerifyReport]:
     """Verify images on a device, also while a daemon serves them.
 
-    Returns:
-        One JSON-ready dict an image, with a ``summary`` for people.
-
-    Raises:
-        VerifyError: something is not what was staged; names the first finding.
+    Args:
+        device: path of the device.
+        names: ``model/table`` each; none means all.
+        full: every page and the digest of all rows, not only sampled rows.
+        checkpoint: what sampled rows are compared with.
+        sample: rows drawn of each image.
+        quiet: no progress bar.
     """
     source = Checkpoint.open(checkpoint) if checkpoint is not None else None
     reports = []
     with Store.open(device, write=False) as store:
-        chosen = [store.image(name) for name in names] if names else store.images
-        for image in chosen:
-            with _progress(image.info.name, quiet=quiet) as progress:
-                report = walker.verify(
-                    store, image, checkpoint=source, sample=sample, full=full, progress=progress
+        for image in [store.image(name) for name in names] if names else store.images:
+            with _progress(image.name, quiet=quiet) as progress:
+                reports.append(
+                    walker.verify(
+                        store,
+                        image,
+                        checkpoint=source,
+                        sample=sample,
+                        full=full,
+                        progress=progress,
+                    )
                 )
-            reports.append({"name": image.info.name, **report.to_json()})
     return reports
 
 
 def images(device: str) -> list[dict[str, Any]]:
-    """List a device's images as REST does, as far as a device knows."""
+    """List a device's images: what REST says of an image, except who has attached it."""
     with Store.open(device, write=False) as store:
         return [
             {
-                "name": image.info.name,
-                **image.info.to_json(),
-                "rows": image.info.table.rows,
-                "row_bytes": image.info.table.row_bytes,
-                "row_format": image.info.table.row_format.value,
+                "name": image.name,
+                "model": image.info.model,
+                "table": image.info.table.name,
+                "image_id": f"{image.info.image_id:016x}",
+                "generation": image.info.generation,
+                **_table_json(image.info.table),
+                "pages": image.info.pages,
                 "size_bytes": image.info.pages * PAGE_BYTES,
+                "fingerprint": image.info.fingerprint,
+                "digest": image.info.digest,
+                "digest_kind": image.info.digest_kind,
+                "staged_at": dt.datetime.fromtimestamp(image.info.staged_at, tz=dt.UTC).isoformat(),
                 "device": store.device.path,
                 "device_uuid": store.uuid,
+                "extents": len(image.extents),
             }
             for image in store.images
         ]
+
+
+def _table_json(table: TableSpec) -> dict[str, Any]:
+    names = ("kind", "layer", "group", "rows", "dim", "row_bytes", "row_format", "tensors")
+    whole = table.to_json()
+    return {name: whole[name] for name in names}
+
+
+def format_device(device: str, *, size: int | None, force: str | None) -> dict[str, Any]:
+    """Make a device ready for images; return what it is, JSON-ready."""
+    with explained_busy(), Store.format(device, size=size, force=force) as store:
+        return {
+            "device": store.device.path,
+            "uuid": store.uuid,
+            "size_bytes": store.device.size,
+            "direct": store.device.direct,
+            "direct_reason": store.device.direct_reason,
+        }
+
+
+@contextlib.contextmanager
+def explained_busy() -> Iterator[None]:
+    """Say what to do about a daemon that holds the device."""
+    try:
+        yield
+    except DeviceBusyError as error:
+        what = str(error).partition("; run: ")[0]
+        text = f"{what}; a device is written only while no daemon serves it"
+        raise DeviceBusyError(f"{text}; run: systemctl stop tierd") from None
 
 
 def _choose(specs: list[TableSpec], wanted: Sequence[str], checkpoint: Path) -> list[TableSpec]:

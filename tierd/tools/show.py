@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+COLUMNS_MAX = 400
+
 
 def images(listed: list[dict[str, Any]]) -> None:
     """Print images."""
@@ -94,5 +96,5 @@ def duration(seconds: float) -> str:
 
 
 def _console() -> Console:
-    # Paths and names are not wrapped or coloured: people copy them.
-    return Console(highlight=False, markup=False, soft_wrap=True)
+    # Paths and names are neither cut, wrapped nor coloured: people copy them, scripts read them.
+    return Console(highlight=False, markup=False, width=COLUMNS_MAX, color_system=None)

@@ -359,21 +359,24 @@ double RingClient::replay(const std::uint32_t* pages, std::uint64_t page_count,
     const std::vector<std::uint32_t> rows(batch, 0);
     const std::vector<std::uint32_t> slots(batch, ~0u);
     std::uint32_t oldest = published_ + 1;
+    std::string failure;
     const auto finish_oldest = [&] {
         const std::optional<Status> status = wait(oldest, kReplayTimeoutNs);
         if (!status) throw TimeoutError("replay: no answer to request " + std::to_string(oldest));
-        if (*status != Status::ok)
-            throw std::runtime_error("replay: request " + std::to_string(oldest) +
-                                     " failed: " + status_name(*status));
+        if (*status != Status::ok && failure.empty())
+            failure = "replay: request " + std::to_string(oldest) +
+                      " failed: " + status_name(*status);
         retire(oldest++);
     };
     const std::uint64_t start = monotonic_ns();
-    for (std::uint64_t at = 0; at < page_count; at += batch) {
+    for (std::uint64_t at = 0; at < page_count && failure.empty(); at += batch) {
         if (published_ - oldest + 1 == depth) finish_oldest();
         const auto n = static_cast<std::uint32_t>(std::min<std::uint64_t>(batch, page_count - at));
         publish({pages + at, rows.data(), slots.data(), n}, Priority::decode);
     }
+    // Also after a failure: the ring can be used again.
     while (oldest != published_ + 1) finish_oldest();
+    if (!failure.empty()) throw std::runtime_error(failure);
     return static_cast<double>(monotonic_ns() - start) * 1e-9;
 }
 

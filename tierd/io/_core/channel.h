@@ -130,8 +130,8 @@ class RingClient {
     RingView ring_;
     int wake_fd_ = -1;
     std::uint64_t spin_ns_;
-    std::uint32_t published_ = 0;  // last published sequence; ours alone, so doorbell need not be read
-    std::uint64_t cursor_ = 0;               // arena pages ever allotted
+    std::uint32_t published_ = 0;             // last published sequence: the doorbell, unshared
+    std::uint64_t cursor_ = 0;                // arena pages ever allotted
     std::atomic<std::uint64_t> released_{0};  // of them given back
     std::array<Outstanding, kRingDepth> outstanding_{};  // by sequence % depth
 };

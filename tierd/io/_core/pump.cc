@@ -22,6 +22,8 @@ constexpr std::uint64_t kBeatNs = 5'000'000;
 constexpr std::uint64_t kTakenNs = 1'000'000;
 // Nothing at all to do: a lost wake-up costs no more than this.
 constexpr std::uint64_t kIdleNs = 100'000'000;
+// Memory is asked for this many pages before it is used.
+constexpr std::size_t kAhead = 4;
 
 void relax_cpu() {
 #if defined(__x86_64__)
@@ -44,18 +46,21 @@ void Pump::run() noexcept {
     std::uint64_t quiet_since = monotonic_ns();
     while (!exit_.load(std::memory_order_acquire)) {
         const std::uint64_t now = monotonic_ns();
-        bool busy = run_commands();
+        const bool more = run_commands();
+        bool busy = reap(now);
         busy |= look_at_rings(now);
         busy |= issue(now);
-        if (spin_ns_ != 0) reader_->submit();  // else they go in with the wait, in one call
-        busy |= reap();
-        if (busy) {
-            quiet_since = now;
-        } else if (now - quiet_since < spin_ns_) {
-            relax_cpu();
-        } else {
-            sleep();
+        if (more) continue;
+        if (spin_ns_ == 0) {
+            sleep();  // what was issued goes in with it, in one call
+            continue;
         }
+        reader_->submit();
+        if (busy) quiet_since = now;
+        if (now - quiet_since < spin_ns_)
+            relax_cpu();
+        else
+            sleep();
     }
     reader_->end();
     save_cpu_times();
@@ -169,15 +174,14 @@ std::size_t Pump::issue_retries(std::uint64_t now_ns) {
 
 void Pump::issue_request(ServerRing& ring, ServerRequest& request, std::uint32_t count,
                          std::uint64_t now_ns, Read* out) {
+    const ExtentMap& map = ring.table().map;
+    const auto number = static_cast<std::uint8_t>(request.sequence % kRingDepth);
     for (std::uint32_t i = 0; i < count; ++i) {
+        const std::uint32_t row = request.issued + i;
+        if (i + kAhead < count) map.prefetch(request.pages[row + kAhead]);
         const std::uint32_t token = free_.back();
         free_.pop_back();
-        ReadSlot& slot = slots_[token];
-        slot.ring = &ring;
-        slot.request = &request;
-        slot.row = request.issued + i;
-        slot.page = request.pages[slot.row];
-        slot.again = false;
+        slots_[token] = {&ring, now_ns, row, 0, number, false};
         out[i] = prepare(token, now_ns);
     }
     request.issued += count;
@@ -187,34 +191,47 @@ void Pump::issue_request(ServerRing& ring, ServerRequest& request, std::uint32_t
 
 Read Pump::prepare(std::uint32_t token, std::uint64_t now_ns) {
     ReadSlot& slot = slots_[token];
-    const ServerRing& ring = *slot.ring;
-    const std::uint32_t arena_page = ring.arena_page(*slot.request, slot.row);
-    const PagePlace place = ring.table().map.locate(slot.page);
-    slot.target = ring.view().arena_d + static_cast<std::size_t>(arena_page) * kPageBytes;
+    ServerRing& ring = *slot.ring;
+    const ServerRequest& request = ring.request(slot.request);
+    const std::uint32_t arena_page = ring.arena_page(request, slot.row);
+    const PagePlace place = ring.table().map.locate(request.pages[slot.row]);
     slot.submitted_ns = now_ns;
-    slot.device = place.device;
-    return {slot.target, place.offset, place.device, ring.buffer_of(arena_page), token};
+    slot.device = static_cast<std::uint16_t>(place.device);
+    return {ring.arena(arena_page), place.offset, place.device, ring.buffer_of(arena_page), token};
 }
 
-bool Pump::reap() {
+bool Pump::reap(std::uint64_t now_ns) {
     const std::size_t n = reader_->reap(done_.data(), done_.size());
     if (n == 0) return false;
-    const std::uint64_t now = monotonic_ns();
     counts_.in_flight -= static_cast<std::uint32_t>(n);
     counts_.reads += n;
     for (std::size_t i = 0; i < n; ++i) {
+        prefetch(i, n);
         const ReadSlot& slot = slots_[done_[i].token];
-        const auto bucket = static_cast<std::uint32_t>(std::bit_width((now - slot.submitted_ns) / 1000));
+        const auto bucket =
+            static_cast<std::uint32_t>(std::bit_width((now_ns - slot.submitted_ns) / 1000));
         ++counts_.latency_us[std::min(bucket, kLatencyBuckets - 1)];
         finish(done_[i].token, done_[i].result);
     }
     return true;
 }
 
+void Pump::prefetch(std::size_t done, std::size_t count) const {
+    if (done + 2 * kAhead >= count) return;
+    __builtin_prefetch(&slots_[done_[done + 2 * kAhead].token]);
+    if (!options_.checks) return;
+    const ReadSlot& slot = slots_[done_[done + kAhead].token];
+    __builtin_prefetch(target(slot) + kPageBytes - kTrailerBytes);
+}
+
+std::uint8_t* Pump::target(const ReadSlot& slot) const {
+    return slot.ring->arena(slot.ring->arena_page(slot.ring->request(slot.request), slot.row));
+}
+
 void Pump::finish(std::uint32_t token, std::int32_t result) {
     ReadSlot& slot = slots_[token];
     ServerRing& ring = *slot.ring;
-    ServerRequest& request = *slot.request;
+    ServerRequest& request = ring.request(slot.request);
     DeviceReport& device = device_counts_[slot.device];
     ++device.reads;
     if (ring.serving()) {
@@ -238,7 +255,7 @@ void Pump::finish(std::uint32_t token, std::int32_t result) {
 
 void Pump::forget(std::uint32_t token) {
     const ReadSlot& slot = slots_[token];
-    --slot.request->in_flight;
+    --slot.ring->request(slot.request).in_flight;
     --slot.ring->in_flight;
     free_.push_back(token);
 }
@@ -255,7 +272,8 @@ Status Pump::judge(const ReadSlot& slot, std::int32_t result) {
         ++counts_.crc_checked;
     }
     const ServedTable& table = slot.ring->table();
-    switch (check_page(slot.target, slot.page, table.geometry, table.key, check_crc, false)) {
+    const std::uint32_t page = slot.ring->request(slot.request).pages[slot.row];
+    switch (check_page(target(slot), page, table.geometry, table.key, check_crc, false)) {
         case PageFault::ok: return Status::ok;
         case PageFault::crc: return Status::bad_crc;
         default: return Status::wrong_page;
@@ -290,14 +308,16 @@ void Pump::sleep() {
     if (park) set_parked(0);
 }
 
-// How many reads to sleep for. Fewer than the oldest request of any ring still needs would be of no
-// use to anybody, unless the device's queue runs low meanwhile: so no more than a quarter of a full
-// queue, and no more than a sixteenth of one that a new request could join.
+// How many reads to sleep for. With a full queue, half of it at most, so that the device keeps the
+// other half, and an eighth at least: who has switched spinning off wants to save wake-ups. With
+// room in the queue a new request must not wait long, so a sixteenth at most. In between: what the
+// oldest request of some ring still needs, since nothing can be answered before.
 std::uint32_t Pump::wait_count() const {
-    std::uint32_t count = counts_.in_flight / (free_.empty() ? 4 : 16);
+    const bool full = free_.empty();
+    std::uint32_t count = counts_.in_flight / (full ? 2 : 16);
     for (const ServerRing* ring : rings_)
         if (ring->in_flight != 0) count = std::min(count, ring->head_remaining());
-    return std::max(count, 1u);
+    return std::max({count, full ? counts_.in_flight / 8 : 0, 1u});
 }
 
 std::uint64_t Pump::wait_limit_ns() const {

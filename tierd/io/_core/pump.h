@@ -76,11 +76,14 @@ struct PumpStats {
     std::vector<DeviceReport> devices;
 };
 
+// Makes the reader instead of PumpOptions::transport: for transports of other kinds, and for faults.
+using ReaderFactory = std::function<std::unique_ptr<Reader>(const ReaderOptions&)>;
+
 // Every method may be called from any thread. std::invalid_argument for what the caller got wrong,
 // std::runtime_error for what the system refused or a pump that is stopped.
 class Pump {
   public:
-    explicit Pump(const PumpOptions& options);
+    explicit Pump(const PumpOptions& options, const ReaderFactory& factory = {});
     ~Pump();
     Pump(const Pump&) = delete;
     Pump& operator=(const Pump&) = delete;
@@ -106,17 +109,17 @@ class Pump {
         int fd = -1;
         std::uint32_t tables = 0;  // that have an extent on it
     };
-    // A read between issue and answer. Its number is the token that the reader gives back.
+    // A read between issue and answer. Its number is the token that the reader gives back. Small,
+    // because the kernel's work on the reads in between drives the slots out of the cache.
     struct ReadSlot {
         ServerRing* ring;
-        ServerRequest* request;
-        std::uint8_t* target;
         std::uint64_t submitted_ns;
         std::uint32_t row;
-        std::uint32_t page;
-        std::uint32_t device;
-        bool again;  // this is its second and last attempt
+        std::uint16_t device;
+        std::uint8_t request;  // sequence % kRingDepth
+        bool again;            // this is its second and last attempt
     };
+    static_assert(sizeof(ReadSlot) == 24);
     // What one round of a command achieved. `waiting` is for reads in flight: the pump may sleep.
     enum class Progress { waiting, more, finished };
     // Called on every round of the pump's thread until it has finished.
@@ -127,7 +130,7 @@ class Pump {
     };
 
     // --- control path (pump_control.cc) ----------------------------------------------------------
-    void open_reader();
+    void open_reader(const ReaderFactory& factory);
     void check_running_or_fresh() const;
     void call(const Step& step);
     Progress join_ring(ServerRing& ring, std::uint32_t& registered);
@@ -146,8 +149,10 @@ class Pump {
     std::size_t issue_retries(std::uint64_t now_ns);
     void issue_request(ServerRing& ring, ServerRequest& request, std::uint32_t count,
                        std::uint64_t now_ns, Read* out);
+    std::uint8_t* target(const ReadSlot& slot) const;
+    void prefetch(std::size_t done, std::size_t count) const;
     Read prepare(std::uint32_t token, std::uint64_t now_ns);
-    bool reap();
+    bool reap(std::uint64_t now_ns);
     void finish(std::uint32_t token, std::int32_t result);
     void forget(std::uint32_t token);
     Status judge(const ReadSlot& slot, std::int32_t result);

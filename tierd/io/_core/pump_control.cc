@@ -83,7 +83,7 @@ struct Pump::Channel {
 
 // --- life ----------------------------------------------------------------------------------------
 
-Pump::Pump(const PumpOptions& options)
+Pump::Pump(const PumpOptions& options, const ReaderFactory& factory)
     : options_(options),
       spin_ns_(static_cast<std::uint64_t>(options.spin_us) * 1000),
       park_ns_(static_cast<std::uint64_t>(options.park_us) * 1000) {
@@ -91,7 +91,7 @@ Pump::Pump(const PumpOptions& options)
     wake_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (wake_fd_ < 0) refuse_system("eventfd");
     try {
-        open_reader();
+        open_reader(factory);
     } catch (...) {
         close(wake_fd_);
         throw;
@@ -106,8 +106,12 @@ Pump::Pump(const PumpOptions& options)
     heap_.reserve(kPumpRingsMax);
 }
 
-void Pump::open_reader() {
+void Pump::open_reader(const ReaderFactory& factory) {
     const ReaderOptions options{options_.queue_depth, options_.read_threads, wake_fd_};
+    if (factory) {
+        reader_ = factory(options);
+        return;
+    }
     std::string reason;
     if (options_.transport != "threads") reader_ = make_uring_reader(options, reason);
     if (reader_ != nullptr) return;

@@ -160,6 +160,7 @@ void ServerRing::wake_waiter() {
 }
 
 void ServerRing::close() {
+    if (closing_) return;
     closing_ = true;
     for (std::uint32_t s = done_ + 1; s != accepted_ + 1; ++s) {
         ServerRequest& q = requests_[s % kRingDepth];
@@ -174,6 +175,7 @@ void ServerRing::cancel_rest() {
     const std::uint32_t doorbell = load_acquire(view_.control->doorbell.value);
     if (doorbell - done_ > kRingDepth) start_at(doorbell - kRingDepth);
     while (done_ != doorbell && ours()) answer(done_ + 1, Status::cancelled);
+    start_at(done_);
     serving_ = false;
     wake_waiter();
 }

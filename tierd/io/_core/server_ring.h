@@ -106,8 +106,9 @@ class ServerRing {
     void close();
     void cancel_rest();
 
-    std::uint8_t* target(const ServerRequest& request, std::uint32_t row) const {
-        return view_.arena_d + static_cast<std::size_t>(arena_page(request, row)) * kPageBytes;
+    ServerRequest& request(std::uint32_t number) { return requests_[number]; }
+    std::uint8_t* arena(std::uint32_t page) const {
+        return view_.arena_d + static_cast<std::size_t>(page) * kPageBytes;
     }
     std::uint32_t arena_page(const ServerRequest& request, std::uint32_t row) const {
         // Both terms are below arena_pages (row < rows_max <= arena_pages).

@@ -62,11 +62,13 @@ TwinTable::TwinTable(std::shared_ptr<RowCache> cache, std::shared_ptr<Channel> c
       filled_(client_.published()) {
     if (decoder_.row_bytes() != cache_->row_bytes())
         throw std::invalid_argument("the cache holds rows of " +
-                                    std::to_string(cache_->row_bytes()) + " bytes, the table's have " +
+                                    std::to_string(cache_->row_bytes()) +
+                                    " bytes, the table's have " +
                                     std::to_string(decoder_.row_bytes()));
     if (client_.ring().table != options.table)
-        throw std::invalid_argument("the ring is for table " + std::to_string(client_.ring().table) +
-                                    ", not " + std::to_string(options.table));
+        throw std::invalid_argument("the ring is for table " +
+                                    std::to_string(client_.ring().table) + ", not " +
+                                    std::to_string(options.table));
     cache_->attach(options.table, options.quota);
     kick_ = cache_->kicks();
 }
@@ -97,6 +99,11 @@ void TwinTable::gather(const Ids& ids, void* out) {
     cache_->retire(options_.table, kick_);
     finish_step();
     if (result != Fill::done) throw std::runtime_error(failure_);
+}
+
+void TwinTable::set_timeout(std::uint64_t timeout_ns) {
+    const std::lock_guard lock(mutex_);
+    options_.timeout_ns = timeout_ns;
 }
 
 void TwinTable::begin(const Ids& ids) {
@@ -254,6 +261,10 @@ TwinTable::Fill TwinTable::drain() {
     Fill result = Fill::done;
     std::string first;
     while (filled_ != client_.published()) {
+        // Once a request is given up, so are all before it. If that is all there is, nobody needs
+        // an answer: hits are served although no server is there.
+        const bool needed = !requests_[client_.published() % kRingDepth].abandoned;
+        if (!needed && !client_.answered(filled_ + 1)) break;
         const Fill one = fill_next();
         if (one == Fill::done) continue;
         if (result == Fill::done) first = failure_;
@@ -320,10 +331,9 @@ bool TwinTable::copy_rows(std::uint32_t sequence, const Request& request) {
 bool TwinTable::copy_row(const Miss& miss, const std::uint8_t* page, std::uint8_t* to) const {
     const std::size_t row = miss.row % geometry_.rows_per_page;
     std::memcpy(to, page + row * geometry_.stride, geometry_.stride);
+    const std::size_t tags = static_cast<std::size_t>(geometry_.rows_per_page) * geometry_.stride;
     std::uint32_t stored;
-    std::memcpy(&stored,
-                page + static_cast<std::size_t>(geometry_.rows_per_page) * geometry_.stride + 4 * row,
-                sizeof stored);
+    std::memcpy(&stored, page + tags + 4 * row, sizeof stored);
     return row_tag(to, geometry_.stride, miss.row, tag_key_) == stored;
 }
 

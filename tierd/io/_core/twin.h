@@ -66,6 +66,8 @@ class TwinTable {
     // contents of `out` are undefined and later calls work again.
     void gather(const Ids& ids, void* out);
     void set_quota(std::uint32_t ways) { cache_->set_quota(options_.table, ways); }
+    // From the next call on.
+    void set_timeout(std::uint64_t timeout_ns);
 
   private:
     struct Miss {
@@ -104,7 +106,7 @@ class TwinTable {
     std::mutex mutex_;
     std::shared_ptr<RowCache> cache_;
     RingClient client_;
-    const TwinOptions options_;
+    TwinOptions options_;
     const RowDecoder decoder_;
     const Geometry geometry_;
     const TagKey tag_key_;

@@ -1,0 +1,378 @@
+"""tierd's native core: pages, rings, pumps and the CPU twin."""
+
+from collections.abc import Sequence
+import enum
+from typing import Annotated
+
+import numpy
+from numpy.typing import NDArray
+
+from tierd.io._core._native import protocol as protocol
+
+def crc32c(
+    data: Annotated[
+        NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    crc: int = 0,
+) -> int:
+    """CRC32C (Castagnoli) of a contiguous uint8 array, continuing `crc`."""
+
+def crc32c_portable(
+    data: Annotated[
+        NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    crc: int = 0,
+) -> int:
+    """The table-driven CRC32C that crc32c() falls back to."""
+
+def crc32c_engine() -> str:
+    """'hardware' or 'portable'."""
+
+def row_stride(row_bytes: int) -> int:
+    """Bytes between rows in a page."""
+
+def rows_per_page(row_bytes: int) -> int:
+    """Rows that fit a page; ValueError if none does."""
+
+def tag_key(image_id: int, generation: int) -> tuple:
+    """The two u32 that key the row tags of one image generation."""
+
+def row_tag(
+    row: Annotated[
+        NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    number: int,
+    image_id: int,
+    generation: int,
+) -> int:
+    """Tag of one padded row."""
+
+def pack_pages(
+    rows: Annotated[
+        NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    row_bytes: int,
+    first_page: int,
+    image_id: int,
+    generation: int,
+    pages: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu")],
+) -> None:
+    """
+    Pack whole rows (uint8, back to back) into pages, starting at `first_page` of the image.
+    Only the last page of the image may be partial: every call but the last must bring a
+    multiple of rows_per_page rows.
+    """
+
+def check_pages(
+    pages: Annotated[
+        NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    row_bytes: int,
+    rows: int,
+    first_page: int,
+    image_id: int,
+    generation: int,
+    check_crc: bool,
+    check_tags: bool,
+    faults: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu")],
+) -> int:
+    """
+    Check consecutive pages of an image of `rows` rows; writes one PageFault per page into
+    `faults` (uint8) and returns how many are not ok.
+    """
+
+class PageFault(enum.IntEnum):
+    ok = 0
+
+    magic = 1
+
+    version = 2
+
+    image = 3
+
+    generation = 4
+
+    number = 5
+
+    rows = 6
+
+    crc = 7
+
+    tag = 8
+
+PAGE_BYTES: int = 4096
+
+PAGE_MAGIC: int = 1346654804
+
+PAGE_VERSION: int = 1
+
+TRAILER_BYTES: int = 32
+
+ROW_BYTES_MAX: int = 4060
+
+class Pump:
+    """
+    One native thread that serves the rings of many channels.
+
+    Every method may be called from any thread, before and after start().
+    ValueError names what the caller got wrong; RuntimeError what the system
+    refused (transport='io_uring' where there is none; 'auto' falls back to
+    threads and says why in transport_reason) or a pump that is stopped.
+    crc_sample checks the CRC of one page in so many: 0 never, 1 always.
+    """
+
+    def __init__(
+        self,
+        *,
+        transport: str = "auto",
+        queue_depth: int = 128,
+        read_threads: int = 16,
+        spin_us: int = 50,
+        park_us: int = 50,
+        crc_sample: int = 16,
+        checks: bool = True,
+        cpu: int = -1,
+    ) -> None: ...
+    @property
+    def transport(self) -> str:
+        """'io_uring' or 'threads'."""
+
+    @property
+    def transport_reason(self) -> str:
+        """'' or why not io_uring, fixed buffers or fixed files."""
+
+    @property
+    def wake_fd(self) -> int:
+        """An eventfd, owned by the pump."""
+
+    def add_device(self, fd: int) -> int:
+        """
+        Duplicate a descriptor that is open for reading; returns the device's number.
+        """
+
+    def remove_device(self, device: int) -> None:
+        """ValueError while a table has an extent on it."""
+
+    def add_table(
+        self,
+        *,
+        image_id: int,
+        generation: int,
+        row_bytes: int,
+        rows: int,
+        window_ns: int,
+        extents: Annotated[
+            NDArray[numpy.uint64], dict(shape=(None, 4), order="C", device="cpu", writable=False)
+        ],
+    ) -> int:
+        """
+        Serve an image whose pages lie where `extents` (uint64 [n, 4]: first_page, pages,
+        device, device_page; sorted, no holes) says; returns the table's number.
+        """
+
+    def remove_table(self, table: int) -> None:
+        """ValueError while a ring uses it."""
+
+    def add_channel(self, fd: int) -> int:
+        """
+        Map a client's sealed memfd; returns the channel's number. ValueError names what is
+        wrong with it.
+        """
+
+    def add_ring(self, channel: int, ring: int, table: int) -> None:
+        """
+        Serve one ring of a channel from a table, going on behind its last answered request.
+        """
+
+    def remove_channel(self, channel: int) -> None:
+        """
+        Wait until its reads are reaped, answer what is outstanding with `cancelled`.
+        """
+
+    def start(self) -> None: ...
+    def stop(self) -> None:
+        """As remove_channel for all, then end. Idempotent."""
+
+    def stats(self) -> dict:
+        """
+        Plain counters: requests, pages (of requests answered ok), failed {status: requests},
+        jumps (nonsense doorbells), takeovers, reads, retries, crc_checked, in_flight,
+        in_flight_max, parks, wakes, beats, cpu_user_ns and cpu_system_ns of the pump's
+        thread, latency_us (reads from submission to reaping; entry i counts those below
+        2^i us), rings, devices, transport, transport_reason.
+        """
+
+class Channel:
+    """
+    A client's shared memory: a sealed memfd with one or more rings.
+
+    Each ring is (rows_max, arena_pages, table, flags). ValueError for sizes
+    that the protocol forbids, OSError if the memory is refused.
+    """
+
+    def __init__(
+        self, *, rank: int, world: int, client_id: bytes, rings: Sequence[tuple[int, int, int, int]]
+    ) -> None: ...
+    @property
+    def fd(self) -> int:
+        """The memfd, owned by the channel."""
+
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def ring_count(self) -> int: ...
+    def control(self, ring: int) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+        """A writable view (uint8) of the ring's RingControl."""
+
+    def buffer(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+        """A writable view (uint8) of the whole channel."""
+
+class RingClient:
+    """
+    Raw requests on one ring, no cache: for benches, probes and tests.
+
+    One thread at a time, or one that publishes and one that waits and
+    retires. `first_sequence` starts an untouched ring near 2^32.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        ring: int,
+        wake_fd: int,
+        *,
+        spin_us: int = 50,
+        first_sequence: int = 0,
+    ) -> None: ...
+    def publish(
+        self,
+        pages: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        rows: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        slots: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        priority: int = 0,
+        *,
+        timeout_ns: int = 10000000000,
+    ) -> int:
+        """
+        Publish one request (uint32 arrays of one length); returns its sequence. Waits for
+        room; TimeoutError if no other thread retires within `timeout_ns`.
+        """
+
+    def wait(self, sequence: int, timeout_ns: int) -> int:
+        """Wait for the answer; returns its Status. TimeoutError."""
+
+    def pages(self, sequence: int) -> NDArray[numpy.uint8]:
+        """
+        A copy [count, 4096] of the pages of an answered request that is not retired.
+        """
+
+    def retire(self, sequence: int) -> None:
+        """Give the pages of the oldest outstanding request back."""
+
+    def replay(
+        self,
+        pages: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        batch: int,
+        depth: int,
+    ) -> float:
+        """
+        Read every page of the list, `batch` a request, `depth` requests outstanding, and
+        check that each succeeds; returns seconds.
+        """
+
+    def stats(self) -> dict: ...
+
+def decode_rows(
+    rows: Annotated[NDArray[numpy.uint8], dict(order="C", device="cpu", writable=False)],
+    dim: int,
+    row_format: str,
+    *,
+    canonical_zero: bool = False,
+    portable: bool = False,
+) -> NDArray:
+    """
+    Rows as stored (uint8 [..., row_bytes]) to bf16 bits (uint16 [..., dim]), exactly as the
+    engine's kernel does; raw rows are copied (uint8). `canonical_zero` turns -0 into +0;
+    `portable` keeps to the baseline instruction set.
+    """
+
+class RowCache:
+    """
+    A pool of row slots, 32 ways in each of `sets` sets, shared by tables of
+    one row size. `first_stamp` lets tests start near a stamp's end.
+    """
+
+    def __init__(self, *, sets: int, row_bytes: int, first_stamp: int = 0) -> None: ...
+    @property
+    def sets(self) -> int:
+        """Sets in use."""
+
+    @property
+    def row_bytes(self) -> int: ...
+    @property
+    def kicks(self) -> int:
+        """Kicks of all tables, plus first_stamp."""
+
+    def resize(self, sets: int) -> None:
+        """
+        Sets in use from now on, at most those made. Fewer sets clear the rest's words.
+        """
+
+    def held(self, table: int) -> int:
+        """Slots that hold (or await) rows of a table."""
+
+class TwinTable:
+    """
+    One table on the CPU twin: kick looks rows up and asks for the missing
+    ones, gather waits for them and decodes. A call waits for one in
+    progress. Ids are int64 or int32, any shape, strided or not.
+    """
+
+    def __init__(
+        self,
+        cache: RowCache,
+        channel: Channel,
+        ring: int,
+        wake_fd: int,
+        *,
+        table: int,
+        image_id: int,
+        generation: int,
+        rows: int,
+        dim: int,
+        row_format: str,
+        quota: int,
+        timeout_ns: int = 10000000000,
+        spin_us: int = 50,
+        canonical_zero: bool = False,
+    ) -> None: ...
+    def kick(self, ids: Annotated[NDArray, dict(device="cpu", writable=False)]) -> None:
+        """
+        Look up and claim; publish requests for what is missing. IndexError names an id
+        outside the table (nothing has changed then).
+        """
+
+    def gather(
+        self,
+        ids: Annotated[NDArray, dict(device="cpu", writable=False)],
+        out: Annotated[NDArray, dict(device="cpu")],
+    ) -> None:
+        """
+        Write the rows of `ids` into `out` [*ids.shape, dim], contiguous: bf16 bits (uint16,
+        int16 or bfloat16), or bytes for raw rows. Ids other than the last kicked ones are
+        looked up and demanded now. RuntimeError if a request fails; `out` is undefined then.
+        """
+
+    def set_quota(self, ways: int) -> None:
+        """Ways per set that the table may hold; nothing is flushed."""
+
+    def stats(self) -> dict:
+        """The ring's counters (RingStats) by name."""
