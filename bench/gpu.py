@@ -1,8 +1,8 @@
 """`make bench-gpu`: the GPU path's measures on one H200, as records in bench/results/gpu.json.
 
-    python -m bench.gpu                  all stages, each in a process of its own
-    python -m bench.gpu hits rows        these only
-    python -m bench.gpu --out FILE ...   raw results as JSON lines, no records
+python -m bench.gpu                  all stages, each in a process of its own
+python -m bench.gpu hits rows        these only
+python -m bench.gpu --out FILE ...   raw results as JSON lines, no records
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 STAGES = {
     "hits": "bench.gpu_hits:hits(128) bench.gpu_hits:hits(8)",
@@ -22,6 +24,7 @@ STAGES = {
     "rows": "bench.gpu_rows:compared()",
     "replays": "bench.gpu_rows:replayed()",
     "stress": "bench.gpu_rows:stress()",
+    "dram": "bench.gpu_dram:dram_vs_stock()",
 }
 
 
@@ -29,10 +32,10 @@ def call(what: str) -> dict[str, Any]:
     """Run `module:function(arguments)` here."""
     module, _, expression = what.partition(":")
     scope: dict[str, Any] = {}
-    exec(f"import {module} as m", scope)  # noqa: S102
+    exec(f"import {module} as m", scope)
     name, _, rest = expression.partition("(")
     function: Callable[..., dict[str, Any]] = getattr(scope["m"], name)
-    return function(*eval(f"({rest.rstrip(')')},)" if rest != ")" else "()"))  # noqa: S307
+    return function(*eval(f"({rest.rstrip(')')},)" if rest != ")" else "()"))
 
 
 def run_stage(what: str, timeout: float) -> dict[str, Any]:

@@ -78,7 +78,9 @@ def hits(batch: int) -> dict[str, Any]:
             work()
             table.gather(ids, out)
 
-        candidates = {f"bare{rows}": chain(lambda r=rows: bare(made, count, out, r)) for rows in (1, 2, 4)}
+        candidates = {
+            f"bare{rows}": chain(lambda r=rows: bare(made, count, out, r)) for rows in (1, 2, 4)
+        }
         plain = compare(candidates, 100)
         rows = int(min(plain, key=plain.__getitem__)[4:])
 

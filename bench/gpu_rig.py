@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,6 +22,9 @@ from tierd.gpu.shared import ChannelMap
 from tierd.gpu.table import GpuTable, TableImage
 from tierd.io import _core
 from tierd.types import RowFormat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 ROW_BYTES, DIM = 264, 256
 PER_PAGE = 15
@@ -91,7 +93,13 @@ class Bed:
             )  # fmt: skip
             self.pump.add_ring(attached, n, served)
             image = TableImage(
-                f"bench/{n}", n, image_id, generation, self.rows, DIM, ROW_BYTES,
+                f"bench/{n}",
+                n,
+                image_id,
+                generation,
+                self.rows,
+                DIM,
+                ROW_BYTES,
                 RowFormat.E4M3_E8M0,
             )
             self.tables.append(
@@ -155,18 +163,18 @@ def compare(
 
 
 def replays(
-    graphs: dict[str, torch.cuda.CUDAGraph], repeats: int
+    graphs: dict[str, torch.cuda.CUDAGraph], repeats: int, warm: int = 10
 ) -> dict[str, list[float]]:
-    """Every replay's time in us, in turn."""
+    """Every replay's time in us, in turn, after `warm` that do not count."""
     times: dict[str, list[float]] = {name: [] for name in graphs}
-    for repeat in range(repeats + 10):
+    for repeat in range(repeats + warm):
         for name, graph in graphs.items():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             graph.replay()
             end.record()
             torch.cuda.synchronize()
-            if repeat >= 10:
+            if repeat >= warm:
                 times[name].append(start.elapsed_time(end) * 1e3)
     return times
 

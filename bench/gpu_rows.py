@@ -6,12 +6,14 @@ import importlib.util
 import os
 import time
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bench.gpu_rig import DIM, Bed, bed, busy, expected, graph_of
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 
 def stock_gather() -> ModuleType | None:
@@ -20,7 +22,8 @@ def stock_gather() -> ModuleType | None:
     if not path.exists():
         return None
     spec = importlib.util.spec_from_file_location("stock_engram_gather", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

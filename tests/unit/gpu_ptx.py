@@ -18,7 +18,8 @@ from tierd.gpu import kernels_fill, kernels_gather, kernels_kick
 POINTERS = {
     "ids": "*i64", "words": "*i64", "cache": "*i64", "ring": "*i64", "lane": "*i64",
     "desc": "*i32", "list_rows": "*i64", "list_slots": "*i32", "control": "*i32",
-    "control64": "*i64", "missed_at": "*i32", "missed_rows": "*i64", "descriptors": "*i32", "arena": "*i32", "slots": "*i32", "fault": "*i64",
+    "control64": "*i64", "missed_at": "*i32", "missed_rows": "*i64",
+    "descriptors": "*i32", "arena": "*i32", "slots": "*i32", "fault": "*i64",
     "stats": "*i64", "host_stats": "*i64", "out": "*bf16", "arena_bytes": "*u8", "image": "*i32",
     "arena_elements": "*i16", "image_elements": "*i16",
 }  # fmt: skip
@@ -35,7 +36,8 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], **types: str) -> Any:
         if name in constants:
             signature[name] = "constexpr"
         else:
-            signature[name] = types.get(name) or POINTERS.get(name, "i64" if name in WIDE else "i32")
+            scalar = "i64" if name in WIDE else "i32"
+            signature[name] = types.get(name) or POINTERS.get(name, scalar)
     # Torch allocates at multiples of 16 bytes and more; the JIT sees that and so must we.
     attributes = {
         (i,): [["tt.divisibility", 16]]

@@ -10,15 +10,13 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 from triton.runtime import interpreter
-from twin_rig import Image, Rig
 
 from tierd.gpu import kernels_sync
 from tierd.gpu.cache import GpuCache
@@ -26,6 +24,10 @@ from tierd.gpu.shared import ChannelMap
 from tierd.gpu.table import GpuTable, TableImage
 from tierd.io import _core
 from tierd.types import RowFormat
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from twin_rig import Image, Rig
 
 assert kernels_sync.INTERPRET, "a test imported the kernels before gpu_rig"
 

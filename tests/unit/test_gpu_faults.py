@@ -6,10 +6,10 @@ that are not what they should be.
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gpu_rig  # first: it decides that kernels are interpreted
 import numpy as np
@@ -25,6 +25,9 @@ from tierd.gpu.shared import ChannelMap, resolve_device
 from tierd.gpu.table import GpuTable, TableImage
 from tierd.io import _core
 from tierd.types import RowFormat
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 P = _core.protocol
 ROWS, DIM = 60, 64
@@ -128,7 +131,7 @@ def test_a_failed_request_empties_its_words_and_says_why(
     engine.tables[0].kick(ids)
     sequence = server.answer(status)
     assert engine.held(0) == 6
-    with pytest.raises(RowError, match=f"request {sequence} failed: {status}.*run: tierd verify"):
+    with pytest.raises(RowError, match=rf"request {sequence} failed: {status}.*run: tierd verify"):
         engine.gather(0, ids)
     assert engine.held(0) == 2
     assert engine.tables[0].stats()["failed"] == 1
@@ -143,7 +146,7 @@ def test_a_row_without_its_tag_is_never_served(image: Image, quota: int) -> None
         ids = torch.tensor([40])
         engine.tables[0].kick(ids)
         server.answer(spoil=0)
-        with pytest.raises(RowError, match="row 40 .*does not carry its tag"):
+        with pytest.raises(RowError, match=r"row 40 .*does not carry its tag"):
             engine.gather(0, ids)
         assert engine.held(0) == 0
         assert engine.tables[0].stats()["tag_errors"] == 1
@@ -153,7 +156,7 @@ def test_nobody_answers(image: Image) -> None:
     with GpuEngine(None, [image], quota=8) as engine:
         engine.tables[0]._timeout_ns = 20_000_000
         engine.tables[0].kick(torch.arange(3))
-        with pytest.raises(RowError, match="no answer within 0.0 s; run: tierd status"):
+        with pytest.raises(RowError, match=r"no answer within 0\.0 s; run: tierd status"):
             engine.gather(0, torch.arange(3))
         assert engine.held(0) == 0
 
@@ -176,16 +179,32 @@ def test_ids_that_change_after_the_kick(engine: GpuEngine, image: Image) -> None
         engine.gather(0, ids)
 
 
+def test_request_zero_is_not_answered_by_words_never_written(image: Image) -> None:
+    """Sequence 2^32 has the low bits of a status word that is all zeroes."""
+    with GpuEngine(None, [image], quota=8, first_sequence=(1 << 32) - 1) as engine:
+        server = HandServer(engine, image)
+        ids = torch.arange(3)
+        engine.tables[0].kick(ids)
+        assert server.listed()[0] == 0
+        assert not engine.channel.control(0)[P.OFFSET_STATUS_D :][:64].any()
+        server.answer()  # by the daemon alone: the guardian's word stays zero
+        np.testing.assert_array_equal(engine.gather(0, ids), image.decoded[:3])
+    with GpuEngine(None, [image], quota=8, first_sequence=(1 << 32) - 1) as engine:
+        engine.tables[0]._timeout_ns = 20_000_000
+        engine.tables[0].kick(ids)
+        with pytest.raises(RowError, match="no answer"):
+            engine.gather(0, ids)
+
+
 # --- what is refused before any launch -----------------------------------------------------------
 
 
 def refused(engine: GpuEngine, ids: Any, out: torch.Tensor | None = None) -> str:
     before = engine.cache.state.clone()
+    table = engine.tables[0]
+    call = table.kick if out is None else functools.partial(table.gather, out=out)
     with pytest.raises(HookError) as caught:
-        if out is None:
-            engine.tables[0].kick(ids)
-        else:
-            engine.tables[0].gather(ids, out)
+        call(ids)
     assert torch.equal(engine.cache.state, before)
     return str(caught.value)
 

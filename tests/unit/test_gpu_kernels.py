@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import gpu_rig  # first: it decides that kernels are interpreted
 import numpy as np
@@ -16,6 +15,10 @@ from tierd.errors import RowError
 from tierd.gpu import state
 from tierd.gpu.dram import DramTable
 from tierd.io import _core
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 SHAPES = [
     (400, 64, "e4m3_e8m0"),
@@ -247,5 +250,5 @@ def test_the_dram_image_is_read_in_place(rig: Rig, table: int) -> None:
     np.testing.assert_array_equal(out.numpy().view(want.dtype), want)
     fit = int(_core.rows_per_page(image.row_bytes))
     pages[19 // fit * 4096 + 19 % fit * int(_core.row_stride(image.row_bytes)) + 1] ^= 1
-    with pytest.raises(RowError, match="row 19 .*does not carry its tag"):
+    with pytest.raises(RowError, match=r"row 19 .*does not carry its tag"):
         dram.gather(ids, out)

@@ -63,11 +63,10 @@ class GpuCache:
         self.row_bytes = row_bytes
         self.stride = int(_core.row_stride(row_bytes))
         self._check_room()
-        slots = sets * ways
-        zeros = {"device": self.device}
-        self.words = torch.zeros(slots, dtype=torch.int64, **zeros)
-        self.slots = torch.empty(slots * self.stride, dtype=torch.uint8, **zeros)
-        self.state = torch.zeros(state.CACHE_WORDS, dtype=torch.int64, **zeros)
+        slots = int(sets * ways)
+        self.words = torch.zeros(slots, dtype=torch.int64, device=self.device)
+        self.slots = torch.empty(slots * self.stride, dtype=torch.uint8, device=self.device)
+        self.state = torch.zeros(state.CACHE_WORDS, dtype=torch.int64, device=self.device)
         self.state[state.C_KICK.value] = first_kick + 1
         self.state[state.C_SETS.value] = sets
         self._sets_in_use = sets
@@ -91,7 +90,7 @@ class GpuCache:
     @property
     def directory_bytes(self) -> int:
         """Bytes of the directory."""
-        return self.words.numel() * self.words.element_size()
+        return int(self.words.numel()) * 8
 
     def attach(self, table: int, quota: int) -> None:
         """Bind a table number; it is never bound twice, so its words cannot be mistaken.
@@ -131,7 +130,7 @@ class GpuCache:
             for table, ways in quotas.items():
                 self.set_quota(table, ways)
         except HookError:
-            for table, ways in known.items():
+            for table in known:
                 self._tables[table] = 0
             for table, ways in known.items():
                 self.set_quota(table, ways)
@@ -151,7 +150,7 @@ class GpuCache:
             resize_cache[(-(-capacity // _RESIZE_BLOCK),)](
                 self.words, self.state, sets, capacity, BLOCK=_RESIZE_BLOCK
             )
-        if stream is not None:
+        if stream is not None and self._stream is not None:
             stream.wait_stream(self._stream)
         self._sets_in_use = sets
 

@@ -48,9 +48,7 @@ class DramTable:
         self._block = HostBlock(pages, self.device)
         count = pages.nbytes // 4
         self._words = self._block.view(0, count, torch.int32)
-        self._elements = self._block.view(
-            0, pages.nbytes * image.per_word // 4, image.element
-        )
+        self._elements = self._block.view(0, pages.nbytes * image.per_word // 4, image.element)
         self._keys = _core.tag_key(image.image_id, image.generation)
         self._ring = torch.zeros(state.RING_WORDS, dtype=torch.int64, device=self.device)
         self._stats = torch.zeros(state.STATS_WORDS.value, dtype=torch.int64, device=self.device)

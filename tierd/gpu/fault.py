@@ -93,9 +93,7 @@ class FaultWatch:
         with self._lock:
             self._blocks.append(block)
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="tierd-faults", daemon=True
-                )
+                self._thread = threading.Thread(target=self._run, name="tierd-faults", daemon=True)
                 self._thread.start()
 
     def remove(self, block: FaultBlock) -> None:

@@ -18,9 +18,7 @@ class IdLayout:
     stride0: int
     stride1: int
 
-    def parts(
-        self, ids: torch.Tensor, rows_max: int
-    ) -> list[tuple[torch.Tensor, IdLayout]]:
+    def parts(self, ids: torch.Tensor, rows_max: int) -> list[tuple[torch.Tensor, IdLayout]]:
         """Cut into parts of at most ``rows_max`` elements, in order, without a copy."""
         if self.cols == self.count or self.stride0 == self.cols * self.stride1:
             flat = ids.as_strided((self.count,), (self.stride1,))

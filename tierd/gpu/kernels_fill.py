@@ -65,6 +65,16 @@ def set_fault(ring, fault, code, sequence, detail):
 
 
 @triton.jit
+def names(word, want):
+    """Whether a status word answers the request.
+
+    A word that nobody has written names request 0, which comes round every 2^32 requests, with
+    status none.
+    """
+    return ((word >> 32).to(tl.int32) == want) & ((word & 0xFFFFFFFF) != 0)
+
+
+@triton.jit
 def wait_answer(control64, sequence, timeout_ns):
     """Wait until either server has answered `sequence`; returns (ns waited, still missing).
 
@@ -77,12 +87,12 @@ def wait_answer(control64, sequence, timeout_ns):
     waited = start - start
     word_d = tl.load(control64 + STATUS_D + at, volatile=True)
     word_g = tl.load(control64 + STATUS_G + at, volatile=True)
-    missing = ((word_d >> 32).to(tl.int32) != want) & ((word_g >> 32).to(tl.int32) != want)
+    missing = (names(word_d, want) | names(word_g, want)) == 0
     while missing & (waited < timeout_ns):
         pause()
         word_d = tl.load(control64 + STATUS_D + at, volatile=True)
         word_g = tl.load(control64 + STATUS_G + at, volatile=True)
-        missing = ((word_d >> 32).to(tl.int32) != want) & ((word_g >> 32).to(tl.int32) != want)
+        missing = (names(word_d, want) | names(word_g, want)) == 0
         waited = now_ns() - start
     acquire_sys()
     return waited, missing, word_d, word_g
@@ -92,8 +102,8 @@ def wait_answer(control64, sequence, timeout_ns):
 def judge(word_d, word_g, sequence):
     """Return (arena, status) of an answered request, from the status word that carries it."""
     want = sequence.to(tl.int32)
-    by_daemon = (word_d >> 32).to(tl.int32) == want
-    by_guardian = (word_g >> 32).to(tl.int32) == want
+    by_daemon = names(word_d, want)
+    by_guardian = names(word_g, want)
     status_d = tl.where(by_daemon, word_d & 0xFFFFFFFF, 0)
     status_g = tl.where(by_guardian, word_g & 0xFFFFFFFF, 0)
     ok_d = status_d == STATUS_OK
@@ -176,7 +186,9 @@ def settle(sequence, missing, word_d, word_g, ring, fault, stats, timeout_ns):
     return arena_kind
 
 
-@triton.jit(do_not_specialize=["arena_g_words", "rows_max", "arena_pages", "key0", "key1", "timeout_ns", "grace_ns"])  # fmt: skip  # noqa: E501
+@triton.jit(do_not_specialize=[
+    "arena_g_words", "rows_max", "arena_pages", "key0", "key1", "timeout_ns", "grace_ns",
+])  # fmt: skip
 def wait_fill(
     lane, ring, control64, list_rows, list_slots, arena, arena_g_words, slots, words,
     fault, stats, rows_max, arena_pages, key0, key1, timeout_ns, grace_ns,

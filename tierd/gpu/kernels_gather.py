@@ -167,9 +167,7 @@ def gather_scaled(
     group_used = (group < DIM // 32)[None, :]
     base = places.to(tl.int64) * (ROW_WORDS * 4)
     from_slot = hit[:, None] & group_used
-    payload = tl.load(
-        slots + base[:, None, None] + column, mask=from_slot[:, :, None], other=0
-    )
+    payload = tl.load(slots + base[:, None, None] + column, mask=from_slot[:, :, None], other=0)
     scale = tl.load(slots + (base + DIM)[:, None] + group[None, :], mask=from_slot, other=0)
     stop_if(changed, rows, FAULT_CHANGED, ring, fault, stats, 0, grace_ns)
     from_page = places <= -2
@@ -239,7 +237,10 @@ def gather_plain(
     mark_gathered(lane, ring)
 
 
-_STEADY_DRAM = ["cols", "stride0", "stride1", "count", "row_lo", "row_hi", "table_rows", "key0", "key1", "grace_ns"]  # fmt: skip  # noqa: E501
+_STEADY_DRAM = [
+    "cols", "stride0", "stride1", "count", "row_lo", "row_hi", "table_rows", "key0", "key1",
+    "grace_ns",
+]  # fmt: skip
 
 
 @triton.jit
@@ -337,9 +338,7 @@ def gather_dram_plain(
     start = (page * PAGE_WORDS + (rows - page * ROWS_PER_PAGE) * ROW_WORDS) * PER_WORD
     column = tl.arange(0, WIDTH)[None, :]
     used = column < DIM
-    data = tl.load(
-        image_elements + start[:, None] + column, mask=owned[:, None] & used, other=0
-    )
+    data = tl.load(image_elements + start[:, None] + column, mask=owned[:, None] & used, other=0)
     tl.store(
         out + index.to(tl.int64)[:, None] * DIM + column,
         plain_value(data, FORMAT, CANONICAL),

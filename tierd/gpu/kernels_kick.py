@@ -159,9 +159,7 @@ def look_up(
         tl.store(missed_rows + at + rank, row, mask=missing)
     foreign = inside & (owned == 0)
     if tl.sum(foreign.to(tl.int32), 0) > 0:
-        tl.atomic_add(
-            ring + R_FOREIGN, tl.sum(foreign.to(tl.int32), 0).to(tl.int64), sem="relaxed"
-        )
+        tl.atomic_add(ring + R_FOREIGN, tl.sum(foreign.to(tl.int32), 0).to(tl.int64), sem="relaxed")
         wrong = foreign & ((row < 0) | (row >= rows))
         if tl.max(wrong.to(tl.int32), 0) > 0:
             named = tl.max(tl.where(wrong, row, -0x7FFFFFFFFFFFFFFF), 0)
@@ -178,8 +176,11 @@ def look_up(
 
 @triton.jit
 def effective_retired(lane, cache, table):
-    """Return the table's last kick that is over: the lane's previous gather is, if there was one
-    (stream order), though only the kick after it gets to record that."""
+    """Return the number of the table's last kick that is over.
+
+    The lane's previous gather is over, if there was one (stream order), though only the kick after
+    it gets to record that.
+    """
     retired = tl.load(cache + C_RETIRED + table)
     kick = tl.load(lane + L_KICK)
     state = tl.load(lane + L_STATE)
@@ -278,9 +279,7 @@ def sweep(words, cache, kick, capacity):
 
 
 @triton.jit
-def add_stats(
-    stats, host_stats, ids, count, bypasses, demands, published, waits, show
-):
+def add_stats(stats, host_stats, ids, count, bypasses, demands, published, waits, show):
     """Count the kick; now and then show the counters to the host."""
     index = tl.arange(0, STATS_WORDS)
     old = tl.load(stats + index)
@@ -394,9 +393,7 @@ def publish(
     at = sequence & SLOTS_MASK
     lists = (sequence & 15) * rows_max
     descriptor = descriptors + at * (HEADER_WORDS + 3 * array_words)
-    copy_list(
-        descriptor, list_rows + lists, list_slots + lists, count, array_words, ROWS_PER_PAGE
-    )
+    copy_list(descriptor, list_rows + lists, list_slots + lists, count, array_words, ROWS_PER_PAGE)
     first = head % arena_pages
     tl.store(descriptor, sequence.to(tl.int32))
     tl.store(descriptor + 1, count.to(tl.int32))

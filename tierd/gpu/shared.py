@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from tierd.errors import HookError
 from tierd.io import _core
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
 _TYPES = {torch.uint8: "|u1", torch.int16: "<i2", torch.int32: "<i4", torch.int64: "<i8"}

@@ -20,7 +20,7 @@ import torch
 
 from tierd.errors import HookError, RowError
 from tierd.gpu import kernels_fill, kernels_gather, kernels_kick, state
-from tierd.gpu.fault import WATCH, FaultBlock
+from tierd.gpu.fault import WATCH
 from tierd.gpu.ids import IdLayout, layout_of
 from tierd.gpu.ring import Lane, RingState
 from tierd.io import _core
@@ -282,7 +282,7 @@ class GpuTable:
 
     def _accept(self, ids: torch.Tensor) -> IdLayout:
         layout = layout_of(ids, self._cache.device, self.image.name)
-        if layout.count > self.rows_max and self._cuda and torch.cuda.is_current_stream_capturing():
+        if layout.count > self.rows_max and self._cuda and _capturing():
             raise HookError(
                 f"{self.image.name}: a captured step of {layout.count} rows does not fit a "
                 f"request of {self.rows_max}; raise channel.rows_max to {layout.count} or more "
@@ -410,6 +410,11 @@ def _same(kicked: torch.Tensor | None, ids: torch.Tensor) -> bool:
         and kicked.stride() == ids.stride()
         and kicked.dtype == ids.dtype
     )
+
+
+def _capturing() -> bool:
+    """Whether the current stream is being captured into a graph."""
+    return bool(torch.cuda.is_current_stream_capturing())
 
 
 def image_of(info: Any, number: int, **options: Any) -> TableImage:
