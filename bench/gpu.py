@@ -25,6 +25,9 @@ STAGES = {
     "replays": "bench.gpu_rows:replayed()",
     "stress": "bench.gpu_rows:stress()",
     "dram": "bench.gpu_dram:dram_vs_stock()",
+    "table2": "bench.gpu_step:table2()",
+    "remote": "bench.gpu_step:remote()",
+    "traced": "bench.gpu_step:traced('agent') bench.gpu_step:traced('chat')",
 }
 
 

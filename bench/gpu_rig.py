@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,11 +67,26 @@ class Bed:
         first_kick: int = 0,
         first_sequence: int = 0,
         pump: dict[str, Any] | None = None,
+        served: bool = True,
+        keep_stored: bool = True,
     ) -> None:
+        """Make everything.
+
+        `served` false leaves the rings to servers of the caller's (bench/held.py). Without
+        `keep_stored` the rows are not kept on the GPU, and a file of the same shape is reused.
+        """
+        self.pages, self.file, self.quotas = pages, FILE, quotas
         self.rows = pages * PER_PAGE
         self.keys = [(0x1234 + n, 1 + n) for n in range(len(quotas))]
-        self.stored = [stored_rows(self.rows, n) for n in range(len(quotas))]
-        self._write(pages)
+        mark = FILE.with_suffix(f".{pages}x{len(quotas)}")
+        if keep_stored or not mark.exists():
+            for old in FILE.parent.glob(f"{FILE.name}.*"):
+                old.unlink()
+            self.stored = [stored_rows(self.rows, n) for n in range(len(quotas))]
+            self._write(pages)
+            mark.touch()
+        if not keep_stored:
+            self.stored = []
         self.pump = _core.Pump(**{"spin_us": 1_000_000, **(pump or {})})
         self.fd = os.open(FILE, os.O_RDONLY)
         device = self.pump.add_device(self.fd)
@@ -80,18 +96,19 @@ class Bed:
         if first_sequence:
             for ring in range(len(quotas)):
                 _core.RingClient(self.channel, ring, -1, first_sequence=first_sequence)
-        attached = self.pump.add_channel(self.channel.fd)
+        attached = self.pump.add_channel(self.channel.fd) if served else -1
         self.cache = GpuCache(sets=sets, row_bytes=ROW_BYTES, first_kick=first_kick)
-        channel = ChannelMap(self.channel, self.cache.device)
+        channel = self.map = ChannelMap(self.channel, self.cache.device)
         self.tables = []
         for n, quota in enumerate(quotas):
             image_id, generation = self.keys[n]
             extents = np.array([[0, pages, device, n * pages]], np.uint64)
-            served = self.pump.add_table(
+            number = self.pump.add_table(
                 image_id=image_id, generation=generation, row_bytes=ROW_BYTES, rows=self.rows,
                 window_ns=n * 1_000_000, extents=extents,
             )  # fmt: skip
-            self.pump.add_ring(attached, n, served)
+            if attached >= 0:
+                self.pump.add_ring(attached, n, number)
             image = TableImage(
                 f"bench/{n}",
                 n,
@@ -111,18 +128,32 @@ class Bed:
         self.pump.start()
 
     def _write(self, pages: int) -> None:
+        """Pack every image into the file, with all cores."""
         with FILE.open("wb") as file:
-            for n, stored in enumerate(self.stored):
-                step = 16384
+            file.truncate(len(self.stored) * pages * 4096)
+        whole = np.memmap(FILE, np.uint8, "r+")
+
+        def pack(number: int, first: int, rows: np.ndarray[Any, Any]) -> None:
+            image_id, generation = self.keys[number]
+            start = (number * pages + first) * 4096
+            _core.pack_pages(
+                rows.reshape(-1),
+                row_bytes=ROW_BYTES,
+                first_page=first,
+                image_id=image_id,
+                generation=generation,
+                pages=whole[start : start + len(rows) // PER_PAGE * 4096],
+            )
+
+        step = 16384
+        with ThreadPoolExecutor(12) as pool:
+            jobs = []
+            for number, stored in enumerate(self.stored):
                 for first in range(0, pages, step):
-                    part = stored[first * PER_PAGE : (first + step) * PER_PAGE].cpu().numpy()
-                    image_id, generation = self.keys[n]
-                    packed = np.empty(-(-len(part) // PER_PAGE) * 4096, np.uint8)
-                    _core.pack_pages(
-                        part.reshape(-1), row_bytes=ROW_BYTES, first_page=first,
-                        image_id=image_id, generation=generation, pages=packed,
-                    )  # fmt: skip
-                    file.write(packed)
+                    rows = stored[first * PER_PAGE : (first + step) * PER_PAGE].cpu().numpy()
+                    jobs.append(pool.submit(pack, number, first, rows))
+            for job in jobs:
+                job.result()
 
     def outputs(self, count: int) -> torch.Tensor:
         return torch.empty(count, DIM, dtype=torch.bfloat16, device="cuda")
@@ -133,6 +164,8 @@ class Bed:
 
     def close(self) -> None:
         torch.cuda.synchronize()
+        for table in self.tables:
+            table.close()
         self.pump.stop()
         os.close(self.fd)
 

@@ -8,6 +8,7 @@ plain tensors.
 from __future__ import annotations
 
 import os
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,6 +54,9 @@ class HostBlock:
         self.device = device
         if device.type == "cuda":
             _register(memory.ctypes.data, memory.nbytes, device)
+            # Views keep the block alive; with the last of them the registration goes too, before
+            # the memory does, or a later block at the same address would pass for registered.
+            weakref.finalize(self, _unregister, memory.ctypes.data).atexit = False
 
     def view(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return ``count`` elements at a byte offset as a one-dimensional tensor."""
@@ -60,7 +64,7 @@ class HostBlock:
         if offset < 0 or offset % size or offset + count * size > self._memory.nbytes:
             raise ValueError(f"{count} x {dtype} at {offset} lie outside the block")
         if self.device.type == "cuda":
-            memory = _Memory(self._memory.ctypes.data + offset, count, dtype, self._memory)
+            memory = _Memory(self._memory.ctypes.data + offset, count, dtype, self)
             return torch.as_tensor(memory, device=self.device)
         return torch.from_numpy(self._memory[offset : offset + count * size]).view(dtype)
 
@@ -78,10 +82,9 @@ def _register(address: int, size: int, device: torch.device) -> None:
     _registered[address] = size
 
 
-def release(memory: NDArray[np.uint8]) -> None:
-    """Undo the registration of a block; nothing on the GPU may use it any more."""
-    if _registered.pop(memory.ctypes.data, 0):
-        torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
+def _unregister(address: int) -> None:
+    if _registered.pop(address, 0):
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def resolve_device(device: str | torch.device) -> torch.device:

@@ -192,6 +192,10 @@ class GpuTable:
     def kick(self, ids: torch.Tensor, *, join: bool = False) -> None:
         """Start the lookups of a step, behind what is on the current stream now.
 
+        Outside a capture the current stream waits for the lookups (microseconds; not for the
+        reads): a graph replayed later holds lookups of its own, and those of one cache must not
+        overlap. In a capture the gather joins them.
+
         Args:
             ids: int32 or int64 row numbers on the cache's device, any strides that collapse to
                 two dimensions. More than ``rows_max`` (outside a capture) start nothing: the
@@ -207,7 +211,7 @@ class GpuTable:
             return
         self._launch_kick(ids, layout, self.lanes[0], drain=True, demand=False)
         self._kicked = ids
-        if join:
+        if self._cuda and (join or not _capturing()):
             self._join()
 
     def gather(self, ids: torch.Tensor, out: torch.Tensor) -> None:
@@ -240,7 +244,7 @@ class GpuTable:
         self._launch_gather(ids, layout, self.lanes[0], view)
 
     def warm(self, ids: torch.Tensor) -> None:
-        """Bring rows into the cache without using them, on the stream of lookups.
+        """Bring rows into the cache without using them. The current stream waits for the rows.
 
         Raises:
             HookError: as for :meth:`kick`, or while a kick waits for its gather.
@@ -254,6 +258,7 @@ class GpuTable:
                 self._launch_wait_fill(self.lanes[1], part[1].count)
                 self._launch_finish(self.lanes[1])
         self._event = self._record()
+        self._join()
 
     def set_quota(self, ways: int) -> None:
         """Change how many ways of each set this table may hold; nothing is flushed."""
