@@ -14,12 +14,14 @@ import ast
 import sys
 import sysconfig
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tierd.gpu.engram import EngramHash, EngramLayout
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 SESSIONS = 256
 ENGRAM_VOCAB = 16_000_000  # the public model's: 24 columns make 384,006,168 rows
