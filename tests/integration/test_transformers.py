@@ -126,6 +126,11 @@ def test_every_row_equals_the_oracles(hooked: Hooked) -> None:
     assert hooked.found["values that differ from the oracle"] == 0
 
 
+def test_rows_are_cast_as_the_stock_table_was(hooked: Hooked) -> None:
+    assert hooked.found["cast one by one"] is True
+    assert hooked.found["cast at once"] is False
+
+
 def test_reads_start_before_the_layer_asks(hooked: Hooked) -> None:
     counters = hooked.found["counters"]
     assert counters["demands"] == 0

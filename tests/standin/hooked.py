@@ -87,6 +87,18 @@ def rows_equal_the_oracle(checkpoints: Path) -> None:
     found["values that differ from the oracle"] = wrong
 
 
+def casts_are_done_one_by_one(checkpoints: Path) -> None:
+    """A stock table that was cast to fp16 and then to fp32 has lost bits on the way."""
+    model = AutoModel.from_pretrained(checkpoints / "gemma3n").to(torch.float16).float()
+    module = model.model.embed_tokens_per_layer
+    module.embed_scale.fill_(1.0)
+    served = module(torch.tensor([models.SMALL_ROW]))[0, :24]
+    stored = per_layer_bits(Shards(checkpoints / "gemma3n"), 0, 24)[models.SMALL_ROW]
+    exact = torch.from_numpy(stored.view(np.int16).copy()).view(torch.bfloat16)
+    found["cast at once"] = bool((served == exact.float()).all())
+    found["cast one by one"] = bool((served == exact.to(torch.float16).float()).all())
+
+
 def bits(values: torch.Tensor) -> np.ndarray:
     assert values.dtype == torch.bfloat16
     return values.view(torch.int16).numpy().view(np.uint16)
@@ -187,6 +199,7 @@ def main(checkpoints: Path, scratch: Path) -> None:
     with torch.no_grad():
         tables_are_gone(checkpoints)
         rows_equal_the_oracle(checkpoints)
+        casts_are_done_one_by_one(checkpoints)
         kicks_are_used(checkpoints)
     refusals(checkpoints, scratch)
     print(json.dumps(found))
