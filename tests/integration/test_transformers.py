@@ -172,6 +172,10 @@ def test_copies_and_named_models_read_the_same_rows(hooked: Hooked) -> None:
     assert hooked.found["named"] is True
 
 
+def test_threads_share_a_model(hooked: Hooked) -> None:
+    assert hooked.found["threads"] is True
+
+
 def test_a_served_process_ends_quietly(hooked: Hooked) -> None:
     assert hooked.found
     assert "no lookup table was replaced" not in hooked.stderr

@@ -13,6 +13,8 @@ import json
 import os
 import shutil
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +115,40 @@ def kicks_are_used(checkpoints: Path) -> None:
     found["counters"] = table.stats()
 
 
+def threads_share_a_model(checkpoints: Path) -> None:
+    """While one thread kicks, another one's lookup is not taken for a kick."""
+    model = AutoModel.from_pretrained(checkpoints / "qwen4_exp")
+    module = model.model.layers[0].ple.ple_embedding.ngram_embedding
+    stand_in, kick = module.tierd, module.tierd.kick
+    kicking, go_on = threading.Event(), threading.Event()
+
+    def held_kick(ids: torch.Tensor, like: torch.Tensor) -> None:
+        del stand_in.kick  # the next kick is an ordinary one
+        kicking.set()
+        go_on.wait(20)
+        kick(ids, like)
+
+    prompts = [torch.randint(3, 512, (1, 8 + 4 * i), generator=seeded(i)) for i in range(2)]
+
+    def logits(ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return model(ids).logits
+
+    alone = [logits(ids) for ids in prompts]
+    stand_in.kick = held_kick
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(logits, prompts[0])
+        kicking.wait(20)
+        mine = logits(prompts[1])
+        go_on.set()
+        together = [other.result(), mine]
+    found["threads"] = all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def refusals(checkpoints: Path, scratch: Path) -> None:
     gemma = checkpoints / "gemma4"
     config = transformers.AutoConfig.from_pretrained(gemma)
@@ -201,6 +237,7 @@ def main(checkpoints: Path, scratch: Path) -> None:
         rows_equal_the_oracle(checkpoints)
         casts_are_done_one_by_one(checkpoints)
         kicks_are_used(checkpoints)
+    threads_share_a_model(checkpoints)
     refusals(checkpoints, scratch)
     print(json.dumps(found))
 
