@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := all
-.PHONY: all setup build stubs lint test demo bench bench-report sanitizers clean
+.PHONY: all setup build stubs lint test demo bench bench-gpu bench-report sanitizers sim sim-soak sim-mutants crash clean
 
 all: lint test
 
@@ -37,8 +37,21 @@ demo: build
 sanitizers: .venv/.ready
 	tools/sanitizers.sh
 
+# The simulator (docs/simulator.md): SEED=N replays one run.
+SEEDS ?= 10000
+sim: build
+	$(PY) -m tests.sim $(if $(SEED),--seed $(SEED),--seeds 300)
+sim-soak: build
+	$(PY) -m tests.sim --seeds $(SEEDS)
+sim-mutants: build
+	$(PY) -m tests.sim.mutants
+crash: build
+	$(PY) -m tests.sim.crash
+
 bench: build
 	$(PY) -m bench.first_light
+bench-gpu: build
+	$(PY) -m bench.gpu
 bench-report: build
 	$(PY) -m bench.report
 

@@ -3,6 +3,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 python=$(realpath -s "${PYTHON:-.venv/bin/python}")
+mkdir -p build
 cmake -S . -B build/dev -G Ninja -DPython_EXECUTABLE="$python" -DCMAKE_BUILD_TYPE=Release >build/dev.log 2>&1 ||
     { cat build/dev.log; exit 1; }
 cmake --build build/dev

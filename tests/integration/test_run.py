@@ -132,10 +132,11 @@ def test_a_python_without_tierd_says_so(script: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken" / "tierd"
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise ImportError('no tierd here')\n")
+    python = getattr(sys, "_base_executable", sys.executable)  # where tierd is not installed
     environ = {**os.environ, "TIERD": "1"}
     environ["PYTHONPATH"] = os.pathsep.join(map(str, [SITE, broken.parent]))
     completed = subprocess.run(
-        [sys.executable, script], env=environ, capture_output=True, text=True, check=False
+        [python, script], env=environ, capture_output=True, text=True, check=False
     )
     assert report(completed)["tierd"] == []
     assert "cannot import tierd (no tierd here): no table is replaced; run: " in completed.stderr

@@ -348,9 +348,11 @@ def test_statistics_name_rings_and_devices(served: Served) -> None:
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
-    def counts() -> tuple[int, int]:
+    def counts() -> tuple[int, int, str]:
         maps = Path("/proc/self/maps").read_text().count("tierd-channel")
-        return len(os.listdir("/proc/self/fd")), maps
+        status = Path("/proc/self/status").read_text().splitlines()
+        pinned = next(line for line in status if line.startswith("VmPin"))
+        return len(os.listdir("/proc/self/fd")), maps, pinned
 
     def cycle(transport: str, clean: bool) -> None:
         served = Served(tmp_path / "image", IMAGE, transport=transport)

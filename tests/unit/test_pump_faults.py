@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -232,6 +233,25 @@ def test_a_mad_ring_can_come_to_its_senses(pair: Any) -> None:
         bad.word(P.OFFSET_DOORBELL)[0] = doorbell
         while bad.word(P.OFFSET_DONE_D)[0] != doorbell:
             good.read([3])
+
+
+def test_a_client_that_never_rests_holds_nobody_back(pair: Any) -> None:
+    """A doorbell that jumps all the time is news at every look; others' reads still go out."""
+    _, good, bad = pair
+    bad.set_tenure(0, 78)
+    stop = threading.Event()
+
+    def flood() -> None:
+        bell = bad.word(P.OFFSET_DOORBELL)
+        while not stop.is_set():
+            bell += 1000
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    for page in range(20):
+        good.read([page, page + 1])
+    stop.set()
+    thread.join()
 
 
 def test_bad_requests_are_answered_so(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ class Device:
                 f"{path} is neither a block device nor a file, so tables cannot be kept on it; "
                 "run: lsblk"
             )
-        fd = _open_exclusive(path, mode, retry_s) if write else _open_plain(path, os.O_RDONLY)
+        fd = open_exclusive(path, mode, retry_s) if write else _open_plain(path, os.O_RDONLY)
         try:
             return cls(path, fd, write=write)
         except OSError as error:
@@ -182,13 +182,27 @@ class Device:
                 or may not be there.
         """
         try:
-            os.fdatasync(self._fd)
+            self._make_durable()
         except OSError as error:
             raise self._io_error("flush", 0, error) from None
 
     def discard(self, offset: int, length: int) -> bool:
         """Give a range's content up (it reads as anything afterwards); False if not supported."""
         assert self.writable, "opened for reading"
+        return self._give_up(offset, length)
+
+    # The calls that reach the medium; a simulated device has its own.
+
+    def _transfer_in(self, offset: int, view: memoryview) -> int:
+        return os.preadv(self._fd, [view], offset)
+
+    def _transfer_out(self, offset: int, view: memoryview) -> int:
+        return os.pwritev(self._fd, [view], offset)
+
+    def _make_durable(self) -> None:
+        os.fdatasync(self._fd)
+
+    def _give_up(self, offset: int, length: int) -> bool:
         return linux.discard_range(self._fd, offset, length, is_block=self.is_block)
 
     def _read_exact(self, offset: int, view: memoryview) -> None:
@@ -196,7 +210,7 @@ class Device:
         while done < len(view):
             part = view[done : done + _TRANSFER_MAX]
             try:
-                count = os.preadv(self._fd, [part], offset + done)
+                count = self._transfer_in(offset + done, part)
             except OSError as error:
                 raise self._io_error("read", offset + done, error) from None
             done = self._advance(done, count, len(part), offset, "read")
@@ -206,7 +220,7 @@ class Device:
         while done < len(view):
             part = view[done : done + _TRANSFER_MAX]
             try:
-                count = os.pwritev(self._fd, [part], offset + done)
+                count = self._transfer_out(offset + done, part)
             except OSError as error:
                 raise self._io_error("write", offset + done, error) from None
             done = self._advance(done, count, len(part), offset, "write")
@@ -327,7 +341,7 @@ def _open_plain(path: str, flags: int, *, shown: str | None = None) -> int:
         raise _open_error(shown or path, error) from None
 
 
-def _open_exclusive(path: str, mode: int, retry_s: float | None) -> int:
+def open_exclusive(path: str, mode: int, retry_s: float | None) -> int:
     """Open for writing, alone; wait a little for a holder that is on its way out."""
     flags = os.O_RDWR | os.O_CLOEXEC | (os.O_EXCL if stat.S_ISBLK(mode) else 0)
     deadline = time.monotonic() + (LOCK_RETRY_S if retry_s is None else retry_s)

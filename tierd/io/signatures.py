@@ -54,22 +54,23 @@ _MARKS = (
 def find_content(device: Device) -> str | None:
     """Say what the device holds; None if its first MiB is zero and its end bears no known mark.
 
-    A whole or damaged store of tierd's own is named as one.
-
-    Raises:
-        DeviceError: the device cannot be read.
+    A whole or damaged store of tierd's own is named as one. What cannot be read counts as
+    content: only the device's name with --force overwrites it.
     """
     head_bytes = min(RESERVED_BYTES, device.size // PAGE_BYTES * PAGE_BYTES)
-    head = device.read(0, head_bytes) if head_bytes else b""
     tail_start = tail_offset(device)
-    tail = device.read(tail_start, device.size // PAGE_BYTES * PAGE_BYTES - tail_start)
+    try:
+        head = device.read(0, head_bytes) if head_bytes else b""
+        tail = device.read(tail_start, device.size // PAGE_BYTES * PAGE_BYTES - tail_start)
+    except DeviceError as error:
+        return f"something that cannot be read ({error})"
     own = _own_store(device)
     if own is not None:
         return own
     for mark in _MARKS:
         if _matches(mark, head, tail, device.size):
             return mark.name
-    return "data of an unknown kind in its first MiB" if any(head) else None
+    return "data of an unknown kind in its first MiB" if head.count(0) != len(head) else None
 
 
 def tail_offset(device: Device) -> int:

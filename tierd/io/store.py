@@ -129,6 +129,10 @@ class Store:
 
     @classmethod
     def _open(cls, device: Device) -> Self:
+        if device.writable:
+            # What a killed predecessor wrote may still be in the device's cache. It must not be
+            # believed, and built upon, before it is sure to survive a power cut.
+            device.flush()
         loaded = _load_settled(device)
         if loaded is None:
             content = signatures.find_content(device)

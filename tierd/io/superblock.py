@@ -1,14 +1,18 @@
 """Roots and the extent table: their bytes, and the order in which they reach the device.
 
 Fault model: power or process may go at any instruction; of the writes since the last flush any
-subset may have reached the medium, a 4 KiB write in part; bytes may rot afterwards. A root counts
-only if its own checksum and that of the table it names are right, and the newest such root wins.
-A commit writes to the table area and the root slot that the root in force does not use, the table
-first, with a flush after each; so the root in force stays whole until the next one is.
+subset may have reached the medium, a 4 KiB write in part; bytes may rot afterwards; a read may
+fail or bring something else once; a write may be acknowledged and not be there. A root counts only
+if its own checksum and that of the table it names are right, and the newest such root wins. A
+commit writes to the table area and the root slot that the root in force does not use, the table
+first, with a flush after each; so the root in force stays whole until the next one is. What was
+written is read back, for a lost write would bring the state before it back without a word; and
+what reads wrong is read again, for a passing fault must not do that either.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import struct
@@ -26,6 +30,8 @@ from tierd.types import Extent, ImageInfo
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from numpy.typing import NDArray
+
 MAGIC = b"TIERDVOL"
 FORMAT_VERSION = 1
 TABLE_FORMAT = "tierd extent table"
@@ -34,6 +40,9 @@ TABLE_FORMAT = "tierd extent table"
 _ROOT = struct.Struct("<8sIIQ16sQQQQQI")
 _TAIL = struct.Struct("<8sI")
 _TAIL_OFFSET = ROOT_BYTES - _TAIL.size
+_READS = 5  # of a root or table that is not right
+_LOOKS = 2  # at a root that is right: an old content that a disk returns once is right, too
+_WRITES = 3  # of what does not read back
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -294,11 +303,11 @@ def load(device: Device) -> Loaded | None:
     candidates: list[Root] = []
     faults: list[str] = []
     for slot in (0, 1):
-        found = _read_root(device, slot)
-        if isinstance(found, Root):
+        found, fault = _find_root(device, slot)
+        if found is not None:
             candidates.append(found)
-        else:
-            faults.append(f"root {'AB'[slot]}: {found}")
+        if fault:
+            faults.append(f"root {'AB'[slot]}: {fault}")
     highest = max((root.sequence for root in candidates), default=0)
     for root in sorted(candidates, key=lambda root: -root.sequence):
         if root.device_bytes > device.size:
@@ -307,7 +316,7 @@ def load(device: Device) -> Loaded | None:
                 "formatted: it shrank, or was copied in part; restore its size or format it anew; "
                 f"run: lsblk -b {device.path}"
             )
-        table = _read_table(device, root)
+        table = _find_table(device, root)
         if isinstance(table, ExtentTable):
             odd = [fault for fault in faults if not fault.endswith("no root there")]
             note = "; ".join(odd if root.sequence == 1 else faults)
@@ -330,10 +339,39 @@ def store(device: Device, root: Root, data: bytes) -> None:
     assert (crc(data), len(data)) == (root.table_crc, root.table_bytes), "another table's root"
     buffer = aligned_buffer(round_up(len(data), PAGE_BYTES))
     buffer[: len(data)] = np.frombuffer(data, np.uint8)
-    device.write(root.table_offset, buffer)
-    device.flush()
-    device.write(ROOT_OFFSETS[root.slot], root.pack())
-    device.flush()
+    _write_surely(device, root.table_offset, buffer)
+    _write_surely(device, ROOT_OFFSETS[root.slot], np.frombuffer(root.pack(), np.uint8))
+
+
+def _write_surely(device: Device, offset: int, data: NDArray[np.uint8]) -> None:
+    """Write, flush and read back; again if it is not there."""
+    back = aligned_buffer(data.size)
+    for _ in range(_WRITES):
+        device.write(offset, data)
+        device.flush()
+        with contextlib.suppress(DeviceError):
+            device.read_into(offset, back)
+            if np.array_equal(back, data):
+                return
+    raise DeviceError(
+        f"{device.path}: what was written at byte {offset} does not read back; the device does not "
+        "store what it is told; run: dmesg"
+    )
+
+
+def _find_root(device: Device, slot: int) -> tuple[Root | None, str]:
+    """Return the newest whole root that a few looks at a slot find, and what was wrong if any."""
+    whole: list[Root] = []
+    fault = ""
+    for _ in range(_READS):
+        found = _read_root(device, slot)
+        if isinstance(found, str):
+            fault = found
+            continue
+        whole.append(found)
+        if len(whole) == _LOOKS:
+            break
+    return max(whole, key=lambda root: root.sequence, default=None), fault
 
 
 def _read_root(device: Device, slot: int) -> Root | str:
@@ -345,6 +383,15 @@ def _read_root(device: Device, slot: int) -> Root | str:
         raise DeviceVersionError(f"{device.path}: {error}") from None
     except DeviceError as error:
         return f"unreadable ({error})"
+
+
+def _find_table(device: Device, root: Root) -> ExtentTable | str:
+    found: ExtentTable | str = ""
+    for _ in range(_READS):
+        found = _read_table(device, root)
+        if isinstance(found, ExtentTable):
+            break
+    return found
 
 
 def _read_table(device: Device, root: Root) -> ExtentTable | str:

@@ -98,4 +98,5 @@ NB_MODULE(_native, m) {
     tierd::bind_pump(m);
     tierd::bind_channel(m);
     tierd::bind_twin(m);
+    tierd::bind_sim(m);
 }

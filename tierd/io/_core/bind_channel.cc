@@ -14,6 +14,7 @@
 
 #include "bind.h"
 #include "channel.h"
+#include "pump.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -125,6 +126,10 @@ void bind_channel(nb::module_& m) {
              "room; TimeoutError if no other thread retires within `timeout_ns`.")
         .def("wait", &wait, "sequence"_a, "timeout_ns"_a,
              "Wait for the answer; returns its Status. TimeoutError.")
+        .def("drive", [](RingClient& client, std::shared_ptr<Pump> pump) {
+            client.drive(std::move(pump));
+        }, "pump"_a,
+             "From now on waits turn this simulated pump instead of sleeping.")
         .def("pages", &copy_pages, "sequence"_a,
              "A copy [count, 4096] of the pages of an answered request that is not retired.")
         .def("retire", &RingClient::retire, "sequence"_a,

@@ -19,8 +19,9 @@ using Extents = nb::ndarray<const std::uint64_t, nb::shape<-1, 4>, nb::c_contig,
 
 void make_pump(Pump* self, const std::string& transport, std::uint32_t queue_depth,
                std::uint32_t read_threads, std::uint32_t spin_us, std::uint32_t park_us,
-               std::uint32_t crc_sample, bool checks, int cpu) {
-    new (self) Pump({transport, queue_depth, read_threads, spin_us, park_us, crc_sample, checks, cpu});
+               std::uint32_t crc_sample, bool checks, int cpu, std::uint64_t seed) {
+    new (self) Pump({transport, queue_depth, read_threads, spin_us, park_us, crc_sample, checks, cpu,
+                     seed});
 }
 
 std::uint32_t add_table(Pump& pump, std::uint64_t image_id, std::uint32_t generation,
@@ -113,8 +114,8 @@ void bind_pump(nb::module_& m) {
                      "crc_sample checks the CRC of one page in so many: 0 never, 1 always.")
         .def("__init__", &make_pump, nb::kw_only(), "transport"_a = "auto", "queue_depth"_a = 128,
              "read_threads"_a = 16, "spin_us"_a = 50, "park_us"_a = 50, "crc_sample"_a = 16,
-             "checks"_a = true, "cpu"_a = -1)
-        .def_prop_ro("transport", &Pump::transport, "'io_uring' or 'threads'.")
+             "checks"_a = true, "cpu"_a = -1, "seed"_a = 0)
+        .def_prop_ro("transport", &Pump::transport, "'io_uring', 'threads' or 'simulated'.")
         .def_prop_ro("transport_reason", &Pump::transport_reason,
                      "'' or why not io_uring, fixed buffers or fixed files.")
         .def_prop_ro("wake_fd", &Pump::wake_fd, "An eventfd, owned by the pump.")
@@ -137,6 +138,11 @@ void bind_pump(nb::module_& m) {
              "Wait until its reads are reaped, answer what is outstanding with `cancelled`.")
         .def("start", &Pump::start, Release())
         .def("stop", &Pump::stop, Release(), "As remove_channel for all, then end. Idempotent.")
+        .def("turn", &Pump::turn,
+             "One round of a simulated pump's loop (transport='simulated': no thread, simulated\n"
+             "devices, everything by `seed`).")
+        .def("abandon", &Pump::abandon,
+             "Leave a simulated pump as a killed process would: nothing more is answered.")
         .def("stats", &stats,
              "Plain counters: requests, pages (of requests answered ok), failed {status: requests},\n"
              "jumps (nonsense doorbells), takeovers, reads, retries, crc_checked, in_flight,\n"

@@ -8,6 +8,7 @@
 #include <nanobind/stl/string.h>
 
 #include "bind.h"
+#include "pump.h"
 #include "twin.h"
 
 namespace nb = nanobind;
@@ -166,6 +167,10 @@ void bind_twin(nb::module_& m) {
              "(uint16, int16 or bfloat16), or bytes for raw rows. Ids other than the last kicked\n"
              "ones are looked up and demanded now. RuntimeError if a request fails; `out` is\n"
              "undefined then.")
+        .def("drive", [](TwinTable& table, std::shared_ptr<Pump> pump) {
+            table.drive(std::move(pump));
+        }, "pump"_a,
+             "From now on waits turn this simulated pump instead of sleeping.")
         .def("set_quota", &TwinTable::set_quota, "ways"_a,
              "Ways per set that the table may hold; nothing is flushed.")
         .def("set_timeout", &TwinTable::set_timeout, "timeout_ns"_a,

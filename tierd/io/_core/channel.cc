@@ -288,6 +288,7 @@ RingClient::Answer RingClient::answer(std::uint32_t sequence) const {
 
 std::optional<Status> RingClient::wait(std::uint32_t sequence, std::uint64_t timeout_ns) {
     if (answered(sequence)) return answer(sequence).status;
+    if (driver_ != nullptr) return wait_turns(sequence, timeout_ns);
     const std::uint64_t start = monotonic_ns();
     const std::uint64_t spin = std::min(spin_ns_, timeout_ns);
     for (;;) {
@@ -299,6 +300,19 @@ std::optional<Status> RingClient::wait(std::uint32_t sequence, std::uint64_t tim
         if (waited >= timeout_ns) return std::nullopt;
         if (waited >= spin) sleep_on_done(sequence, timeout_ns - waited);
     }
+}
+
+std::optional<Status> RingClient::wait_turns(std::uint32_t sequence, std::uint64_t timeout_ns) {
+    const std::uint64_t start = now_ns();
+    while (!answered(sequence)) {
+        if (now_ns() - start >= timeout_ns) return std::nullopt;
+        driver_->turn();
+    }
+    return answer(sequence).status;
+}
+
+std::uint64_t RingClient::now_ns() const {
+    return driver_ != nullptr ? driver_->turn_ns() : monotonic_ns();
 }
 
 void RingClient::sleep_on_done(std::uint32_t sequence, std::uint64_t timeout_ns) {

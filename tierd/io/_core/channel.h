@@ -12,6 +12,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "driver.h"
 #include "protocol.h"
 #include "ring.h"
 
@@ -96,6 +97,9 @@ class RingClient {
     bool answered(std::uint32_t sequence) const;
     // The request's status, or nothing if no server answered in time.
     std::optional<Status> wait(std::uint32_t sequence, std::uint64_t timeout_ns);
+    // From now on waits turn `driver` instead of sleeping, and its time is the client's.
+    void drive(std::shared_ptr<Driver> driver) { driver_ = std::move(driver); }
+    std::uint64_t now_ns() const;
     // The arena that holds an answered request's pages.
     const std::uint8_t* arena(std::uint32_t sequence) const;
     // Page k of an answered request that is not retired.
@@ -123,11 +127,13 @@ class RingClient {
     Answer answer(std::uint32_t sequence) const;
     void take_levels(std::uint32_t first_sequence);
     void wake_pump() const;
+    std::optional<Status> wait_turns(std::uint32_t sequence, std::uint64_t timeout_ns);
     void sleep_on_done(std::uint32_t sequence, std::uint64_t timeout_ns);
 
     std::shared_ptr<Channel> channel_;
     std::uint32_t index_;
     RingView ring_;
+    std::shared_ptr<Driver> driver_;
     int wake_fd_ = -1;
     std::uint64_t spin_ns_;
     std::uint32_t published_ = 0;             // last published sequence: the doorbell, unshared

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "deadline_heap.h"
+#include "driver.h"
 #include "extent_map.h"
 #include "protocol.h"
 #include "reader.h"
@@ -33,7 +34,7 @@ inline constexpr std::uint32_t kPumpRingsMax = 4096;
 inline constexpr std::uint32_t kLatencyBuckets = 32;
 
 struct PumpOptions {
-    std::string transport = "auto";  // "auto", "io_uring" or "threads"
+    std::string transport = "auto";  // "auto", "io_uring", "threads" or "simulated"
     std::uint32_t queue_depth = 128;
     std::uint32_t read_threads = 16;
     std::uint32_t spin_us = 50;
@@ -41,6 +42,7 @@ struct PumpOptions {
     std::uint32_t crc_sample = 16;  // one page in so many; 0 never, 1 always
     bool checks = true;
     int cpu = -1;  // pins the thread; -1 leaves it to the scheduler
+    std::uint64_t seed = 0;  // of a simulated pump
 };
 
 struct ServedTableSpec {
@@ -81,10 +83,13 @@ using ReaderFactory = std::function<std::unique_ptr<Reader>(const ReaderOptions&
 
 // Every method may be called from any thread. std::invalid_argument for what the caller got wrong,
 // std::runtime_error for what the system refused or a pump that is stopped.
-class Pump {
+//
+// A simulated pump has no thread: its owner calls turn(), and every other method from the same
+// thread. Its time is the number of turns.
+class Pump : public Driver {
   public:
     explicit Pump(const PumpOptions& options, const ReaderFactory& factory = {});
-    ~Pump();
+    ~Pump() override;
     Pump(const Pump&) = delete;
     Pump& operator=(const Pump&) = delete;
 
@@ -102,6 +107,12 @@ class Pump {
     void start();
     void stop();
     PumpStats stats();
+
+    // For simulated pumps alone. abandon() is what a killed process leaves: nothing more is
+    // answered, the reads in flight land, the channels are unmapped. Turns do nothing then.
+    void turn() override;
+    std::uint64_t turn_ns() const override;
+    void abandon();
 
   private:
     struct ServedChannel;
@@ -141,6 +152,7 @@ class Pump {
 
     // --- data path (pump.cc), the pump's thread only ---------------------------------------------
     void run() noexcept;
+    bool work(std::uint64_t now_ns);
     void prepare_thread();
     void save_cpu_times();
     bool run_commands();
@@ -150,7 +162,6 @@ class Pump {
     void issue_request(ServerRing& ring, ServerRequest& request, std::uint32_t count,
                        std::uint64_t now_ns, Read* out);
     std::uint8_t* target(const ReadSlot& slot) const;
-    void prefetch(std::size_t done, std::size_t count) const;
     Read prepare(std::uint32_t token, std::uint64_t now_ns);
     bool reap(std::uint64_t now_ns);
     void finish(std::uint32_t token, std::int32_t result);
@@ -198,6 +209,8 @@ class Pump {
     std::vector<Read> batch_;
     std::vector<ReadDone> done_;
     bool commands_left_ = false;
+    const bool simulated_;
+    std::uint64_t turns_ = 0;
     std::uint32_t gpu_rings_ = 0;
     std::uint32_t beat_ = 0;
     std::uint32_t crc_turn_ = 0;

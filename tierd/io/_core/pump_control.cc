@@ -18,6 +18,7 @@
 #include <utility>
 
 #include "pump.h"
+#include "reader_sim.h"
 
 namespace tierd {
 namespace {
@@ -37,8 +38,9 @@ void require_range(const char* name, std::uint32_t value, std::uint32_t low, std
 }
 
 void check_options(const PumpOptions& o) {
-    require(o.transport == "auto" || o.transport == "io_uring" || o.transport == "threads",
-            "transport must be auto, io_uring or threads, got " + o.transport);
+    require(o.transport == "auto" || o.transport == "io_uring" || o.transport == "threads" ||
+                o.transport == "simulated",
+            "transport must be auto, io_uring, threads or simulated, got " + o.transport);
     require_range("queue_depth", o.queue_depth, 1, kQueueDepthMax);
     require_range("read_threads", o.read_threads, 1, kReadThreadsMax);
     require(o.park_us != 0, "park_us must be at least 1");
@@ -86,7 +88,8 @@ struct Pump::ServedChannel {
 Pump::Pump(const PumpOptions& options, const ReaderFactory& factory)
     : options_(options),
       spin_ns_(static_cast<std::uint64_t>(options.spin_us) * 1000),
-      park_ns_(static_cast<std::uint64_t>(options.park_us) * 1000) {
+      park_ns_(static_cast<std::uint64_t>(options.park_us) * 1000),
+      simulated_(options.transport == "simulated") {
     check_options(options_);
     wake_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (wake_fd_ < 0) refuse_system("eventfd");
@@ -110,6 +113,10 @@ void Pump::open_reader(const ReaderFactory& factory) {
     const ReaderOptions options{options_.queue_depth, options_.read_threads, wake_fd_};
     if (factory) {
         reader_ = factory(options);
+        return;
+    }
+    if (simulated_) {
+        reader_ = make_sim_reader(options, options_.seed);
         return;
     }
     std::string reason;
@@ -136,6 +143,7 @@ void Pump::start() {
     check_running_or_fresh();
     const std::lock_guard lock(command_mutex_);
     if (running_) throw std::runtime_error("the pump runs already");
+    if (simulated_) throw std::runtime_error("a simulated pump has no thread; call turn()");
     // The pump's thread takes no signals: Python's handlers belong to the main thread.
     sigset_t all, before;
     sigfillset(&all);
@@ -184,8 +192,8 @@ void Pump::stop() {
 void Pump::call(const Step& step) {
     std::unique_lock lock(command_mutex_);
     if (!running_) {
-        while (step() != Progress::finished) {
-        }
+        while (step() != Progress::finished)
+            if (simulated_) work(turn_ns());
         return;
     }
     Command command{step};
@@ -193,6 +201,16 @@ void Pump::call(const Step& step) {
     commands_new_.store(true, std::memory_order_release);
     ring_eventfd(wake_fd_);
     command_done_.wait(lock, [&command] { return command.finished; });
+}
+
+void Pump::abandon() {
+    if (!simulated_) throw std::runtime_error("only a simulated pump can be abandoned");
+    if (stopped_) return;
+    stopped_ = true;
+    reader_->end();
+    for (ServerRing* ring : rings_) heap_.remove(ring);
+    rings_.clear();
+    channels_.clear();
 }
 
 // --- devices and tables --------------------------------------------------------------------------

@@ -285,10 +285,10 @@ TwinTable::Fill TwinTable::fill_next() {
     if (client_.answered(sequence)) {
         status = client_.wait(sequence, 0);
     } else {
-        const std::uint64_t start = monotonic_ns();
+        const std::uint64_t start = client_.now_ns();
         const std::uint64_t left = options_.timeout_ns - std::min(options_.timeout_ns, waited_ns_);
         status = client_.wait(sequence, left);
-        waited_ns_ += monotonic_ns() - start;
+        waited_ns_ += client_.now_ns() - start;
     }
     if (!status) {
         fail("timeout", page);

@@ -65,6 +65,7 @@ class TwinTable {
     // Writes decoder().output_bytes() per id. std::runtime_error names what failed; then the
     // contents of `out` are undefined and later calls work again.
     void gather(const Ids& ids, void* out);
+    void drive(std::shared_ptr<Driver> driver) { client_.drive(std::move(driver)); }
     void set_quota(std::uint32_t ways) { cache_->set_quota(options_.table, ways); }
     // From the next call on.
     void set_timeout(std::uint64_t timeout_ns);

@@ -1,0 +1,171 @@
+"""What must hold: the states a store may be in, and what an image's pages must be."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tierd.io import _core
+from tierd.io.device import PAGE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from tests.sim.pool import Source
+    from tierd.io.store import Store, StoredImage
+    from tierd.types import TableSpec
+
+
+class Violation(AssertionError):  # noqa: N818 - it is not an error of the simulator
+    """Something that must hold does not.
+
+    Attributes:
+        kind: wrong_row, hang, leak, durability, refusal or silence.
+    """
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(f"{kind}: {text}")
+        self.kind = kind
+
+
+@dataclasses.dataclass(eq=False)
+class Known:
+    """An image as the model knows it.
+
+    Attributes:
+        rows: what was staged, uint8 [rows, row_bytes].
+        identity: (image id, generation), learnt when the image is first seen.
+    """
+
+    source: Source
+    spec: TableSpec
+    identity: tuple[int, int] | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.source.model}/{self.spec.name}"
+
+    @property
+    def rows(self) -> NDArray[np.uint8]:
+        return self.source.rows[self.spec.name]
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Everything that a root names; replaced, never changed."""
+
+    images: dict[str, Known] = dataclasses.field(default_factory=dict)
+    placements: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+
+    def with_image(self, known: Known) -> State:
+        return State({**self.images, known.name: known}, self.placements)
+
+    def without(self, name: str) -> State:
+        return State(_dropped(self.images, name), _dropped(self.placements, name))
+
+    def with_placement(self, name: str, placement: dict[str, Any] | None) -> State:
+        placements = _dropped(self.placements, name)
+        if placement is not None:
+            placements[name] = placement
+        return State(self.images, placements)
+
+    def fits(self, store: Store) -> bool:
+        """Whether the store says the same, by name, table and identity."""
+        found = {image.name: image for image in store.images}
+        if set(found) != set(self.images) or store.placements != self.placements:
+            return False
+        return all(_same(self.images[name], image) for name, image in found.items())
+
+
+def _dropped(table: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if key != name}
+
+
+def _same(known: Known, image: StoredImage) -> bool:
+    info = image.info
+    return (
+        image.state == "complete"
+        and info.table == known.spec
+        and (info.fingerprint == known.source.fingerprints[known.spec.name])
+        and known.identity in (None, (info.image_id, info.generation))
+    )
+
+
+@dataclasses.dataclass
+class StoreModel:
+    """What one device's store may hold.
+
+    Attributes:
+        state: what it holds, if nothing is in doubt.
+        doubt: what else it may hold after a change that was cut off or failed.
+        history: every state since the device was formatted; damage may bring an older one back.
+        used: identities seen under each name; none may be given out again.
+        marks: scars in roots and tables when the last whole change succeeded.
+    """
+
+    state: State = dataclasses.field(default_factory=State)
+    doubt: list[State] = dataclasses.field(default_factory=list)
+    history: list[State] = dataclasses.field(default_factory=list)
+    used: dict[str, set[tuple[int, int]]] = dataclasses.field(default_factory=dict)
+    marks: int = 0
+
+    def candidates(self) -> list[State]:
+        return [self.state, *self.doubt]
+
+    def settle(self, state: State) -> None:
+        """Nothing is in doubt any more."""
+        self.state = state
+        self.doubt = []
+        if not self.history or self.history[-1] is not state:
+            self.history.append(state)
+
+
+# --- pages ---------------------------------------------------------------------------------------
+
+
+def packed(known: Known) -> NDArray[np.uint8]:
+    """The pages of an image, uint8 [pages, 4096], as the core packs them."""
+    assert known.identity is not None
+    rows = known.rows
+    count = -(-len(rows) // int(_core.rows_per_page(rows.shape[1])))
+    pages = np.empty(count * PAGE_BYTES, np.uint8)
+    flat = np.ascontiguousarray(rows).reshape(-1)
+    _core.pack_pages(flat, rows.shape[1], 0, *known.identity, pages)
+    return pages.reshape(count, PAGE_BYTES)
+
+
+def right_pages(known: Known, pages: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """Which pages hold the rows and the trailer that they must, by this test's own reading."""
+    assert known.identity is not None
+    rows = known.rows
+    row_bytes = rows.shape[1]
+    stride = -(-row_bytes // 4) * 4
+    per_page = (PAGE_BYTES - 32) // (stride + 4)
+    padded = np.zeros((len(pages) * per_page, row_bytes), np.uint8)
+    padded[: len(rows)] = rows
+    found = pages[:, : per_page * stride].reshape(len(pages), per_page, stride)[:, :, :row_bytes]
+    right = (found == padded.reshape(len(pages), per_page, row_bytes)).all(axis=(1, 2))
+    for number in np.flatnonzero(right):
+        right[number] = pages[number, -32:-4].tobytes() == trailer_of(known, int(number))
+    return right
+
+
+def trailer_of(known: Known, page: int) -> bytes:
+    """The 28 bytes before a page's checksum."""
+    assert known.identity is not None
+    per_page = (PAGE_BYTES - 32) // (-(-known.rows.shape[1] // 4) * 4 + 4)
+    count = min(per_page, len(known.rows) - page * per_page)
+    image_id, generation = known.identity
+    return struct.pack("<IHHQQI", 0x50445254, 1, count, image_id, page, generation)
+
+
+def places(image: StoredImage) -> Iterator[tuple[int, int]]:
+    """(page of the image, page of the device) for every page."""
+    for extent in image.extents:
+        for index in range(extent.pages):
+            yield extent.first_page + index, extent.device_page + index
