@@ -126,6 +126,11 @@ def test_every_row_equals_the_oracles(hooked: Hooked) -> None:
     assert hooked.found["values that differ from the oracle"] == 0
 
 
+def test_rows_are_cast_as_the_stock_table_was(hooked: Hooked) -> None:
+    assert hooked.found["cast one by one"] is True
+    assert hooked.found["cast at once"] is False
+
+
 def test_reads_start_before_the_layer_asks(hooked: Hooked) -> None:
     counters = hooked.found["counters"]
     assert counters["demands"] == 0
@@ -165,6 +170,10 @@ def test_refused_in_one_line(case: str, hooked: Hooked) -> None:
 def test_copies_and_named_models_read_the_same_rows(hooked: Hooked) -> None:
     assert hooked.found["copied"] is True
     assert hooked.found["named"] is True
+
+
+def test_threads_share_a_model(hooked: Hooked) -> None:
+    assert hooked.found["threads"] is True
 
 
 def test_a_served_process_ends_quietly(hooked: Hooked) -> None:

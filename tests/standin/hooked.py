@@ -13,6 +13,8 @@ import json
 import os
 import shutil
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +89,18 @@ def rows_equal_the_oracle(checkpoints: Path) -> None:
     found["values that differ from the oracle"] = wrong
 
 
+def casts_are_done_one_by_one(checkpoints: Path) -> None:
+    """A stock table that was cast to fp16 and then to fp32 has lost bits on the way."""
+    model = AutoModel.from_pretrained(checkpoints / "gemma3n").to(torch.float16).float()
+    module = model.model.embed_tokens_per_layer
+    module.embed_scale.fill_(1.0)
+    served = module(torch.tensor([models.SMALL_ROW]))[0, :24]
+    stored = per_layer_bits(Shards(checkpoints / "gemma3n"), 0, 24)[models.SMALL_ROW]
+    exact = torch.from_numpy(stored.view(np.int16).copy()).view(torch.bfloat16)
+    found["cast at once"] = bool((served == exact.float()).all())
+    found["cast one by one"] = bool((served == exact.to(torch.float16).float()).all())
+
+
 def bits(values: torch.Tensor) -> np.ndarray:
     assert values.dtype == torch.bfloat16
     return values.view(torch.int16).numpy().view(np.uint16)
@@ -99,6 +113,36 @@ def kicks_are_used(checkpoints: Path) -> None:
     stand_in = model.model.layers[0].ple.ple_embedding.ngram_embedding.tierd
     (table,) = stand_in._tables
     found["counters"] = table.stats()
+
+
+def threads_share_a_model(checkpoints: Path) -> None:
+    """While one thread kicks, another one's lookup is not taken for a kick."""
+    model = AutoModel.from_pretrained(checkpoints / "qwen4_exp")
+    module = model.model.layers[0].ple.ple_embedding.ngram_embedding
+    stand_in, kick = module.tierd, module.tierd.kick
+    kicking, go_on = threading.Event(), threading.Event()
+
+    def held_kick(ids: torch.Tensor, like: torch.Tensor) -> None:
+        del stand_in.kick  # the next kick is an ordinary one
+        kicking.set()
+        go_on.wait(20)
+        kick(ids, like)
+
+    prompt = torch.randint(3, 512, (1, 12), generator=seeded(1))
+    ids = torch.randint(0, 8000, (5, 8), generator=seeded(2))
+    alone = [model(prompt).logits, module(ids)]
+    stand_in.kick = held_kick
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(lambda: model(prompt).logits)
+        kicking.wait(20)
+        mine = module(ids)
+        go_on.set()
+        together = [other.result(), mine]
+    found["threads"] = all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def refusals(checkpoints: Path, scratch: Path) -> None:
@@ -187,7 +231,9 @@ def main(checkpoints: Path, scratch: Path) -> None:
     with torch.no_grad():
         tables_are_gone(checkpoints)
         rows_equal_the_oracle(checkpoints)
+        casts_are_done_one_by_one(checkpoints)
         kicks_are_used(checkpoints)
+    threads_share_a_model(checkpoints)
     refusals(checkpoints, scratch)
     print(json.dumps(found))
 

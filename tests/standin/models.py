@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import atexit
 import functools
+import json
 import shutil
 import tempfile
 import types
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
+
 from tests.daemons import Node, make_node
+from tests.oracle import INDEX
 from tierd.tools import demo_models
 
 FAMILIES = ("qwen4_exp", "gemma4", "gemma3n")
+SMALL_ROW = 1  # in gemma3n; no prompt holds this token
 WIDE_TABLE_BYTES = 48 << 20
 """At least: the table of ``wide``, a model that is nearly nothing but its table."""
 
@@ -25,6 +30,7 @@ def checkpoints() -> dict[str, Path]:
     demo_models.write_qwen4_exp(root / "qwen4_exp")
     demo_models.write_gemma(root / "gemma4")
     demo_models.write_gemma(root / "gemma3n", family="gemma3n")
+    _shrink_row(root / "gemma3n", SMALL_ROW)
     demo_models.write_engram(root / "v41", vocab_size=500)
     demo_models.write_engram(root / "v41-other", vocab_size=500, seed=2)
     demo_models.write_gemma(root / "wide", dim=960, vocabulary=6656, shard="20MB")
@@ -39,6 +45,16 @@ def only(*names: str) -> dict[str, Any]:
 def staged(directory: Path) -> Node:
     """Stage all of them on a new device."""
     return make_node(directory, only(*checkpoints()), size=192 << 20)
+
+
+def _shrink_row(checkpoint: Path, row: int) -> None:
+    """Make the values of a table's row so small that fp16 rounds them."""
+    name = "model.embed_tokens_per_layer.weight"
+    index = json.loads((checkpoint / INDEX).read_text())
+    path = checkpoint / index["weight_map"][name]
+    tensors = load_file(path)
+    tensors[name][row] *= 2.0**-18
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 @functools.cache

@@ -31,7 +31,6 @@ def outcomes(directory: Path) -> dict[str, Any]:
                 model, vocabulary=model.config.vocab_size
             )
         found[f"{name} logits"] = logits(model)
-        # A table that was rounded to fp16 stays so in fp32.
         found[f"{name} to fp16 to fp32 logits"] = logits(model.to(torch.float16).float())
     return found
 

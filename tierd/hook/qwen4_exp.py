@@ -8,6 +8,7 @@ context, so they are hashed once more when the model's forward starts, and readi
 from __future__ import annotations
 
 import contextlib
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +40,9 @@ class _Kicked(Exception):  # noqa: N818 - not an error: it ends a stock forward 
     pass
 
 
+_kicking: ContextVar[NGramRows | None] = ContextVar("_kicking", default=None)
+
+
 class NGramRows(nn.Module):
     """In place of the table's ``nn.Embedding``."""
 
@@ -48,12 +52,11 @@ class NGramRows(nn.Module):
     def __init__(self, table_rows: int, dim: int, layer: int) -> None:
         super().__init__()
         self.tierd = rows.TableStandIn(TableKind.PLE, [layer], table_rows, dim)
-        self._kicks_only = False
         self.register_buffer("weight", torch.empty(0, dim), persistent=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return rows [*ids.shape, dim]; see :class:`rows.TableStandIn`."""
-        if self._kicks_only:
+        if _kicking.get() is self:
             self.tierd.kick(ids, self.weight)
             raise _Kicked
         rows.refuse_training(self)
@@ -61,14 +64,14 @@ class NGramRows(nn.Module):
 
     @contextlib.contextmanager
     def kicks_only(self) -> Iterator[None]:
-        """Let :meth:`forward` kick and end the forward that called it."""
-        self._kicks_only = True
+        """Let this thread's :meth:`forward` kick, and end the forward that called it."""
+        token = _kicking.set(self)
         try:
             yield
         except _Kicked:
             pass
         finally:
-            self._kicks_only = False
+            _kicking.reset(token)
 
     def _apply(self, *args: Any) -> Any:
         super()._apply(*args)  # type: ignore[no-untyped-call]
