@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := all
-.PHONY: all setup build stubs lint test demo bench bench-report sanitizers sim sim-soak sim-mutants crash clean
+.PHONY: all setup build stubs lint test demo bench bench-gpu bench-report sanitizers sim sim-soak sim-mutants crash clean
 
 all: lint test
 
@@ -40,7 +40,7 @@ sanitizers: .venv/.ready
 # The simulator (docs/simulator.md): SEED=N replays one run.
 SEEDS ?= 10000
 sim: build
-	$(PY) -m tests.sim $(if $(SEED),--seed $(SEED))
+	$(PY) -m tests.sim $(if $(SEED),--seed $(SEED),--seeds 300)
 sim-soak: build
 	$(PY) -m tests.sim --seeds $(SEEDS)
 sim-mutants: build
@@ -50,6 +50,8 @@ crash: build
 
 bench: build
 	$(PY) -m bench.first_light
+bench-gpu: build
+	$(PY) -m bench.gpu
 bench-report: build
 	$(PY) -m bench.report
 

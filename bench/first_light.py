@@ -46,7 +46,9 @@ def main() -> int:
         for r in records:
             verdict = "met" if r["met"] else "MISSED"
             bar = f"{r['bar'][0]} {r['bar'][1]:g}"
-            print(f"{r['id']:40} {r['value']:>12.4g} {r['unit']:10} {bar:>12} {verdict}", flush=True)
+            print(
+                f"{r['id']:40} {r['value']:>12.4g} {r['unit']:10} {bar:>12} {verdict}", flush=True
+            )
             missed += not r["met"]
         if not args.quick:
             save("first_light", records)

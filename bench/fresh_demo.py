@@ -27,7 +27,12 @@ def run(quick: bool) -> list[dict[str, Any]]:
         }
         began = time.monotonic()
         done = subprocess.run(
-            ["make", "demo"], cwd=clone, env=environment, capture_output=True, text=True, check=False
+            ["make", "demo"],
+            cwd=clone,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         minutes = (time.monotonic() - began) / 60
     if done.returncode != 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import importlib.metadata
 import json
 import operator
@@ -78,7 +78,7 @@ def record(
         "command": command,
         "machine": machine_name or machine(),
         "versions": versions(*packages),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "date": dt.datetime.now(dt.UTC).date().isoformat(),
         "repeats": repeats,
         "spread": spread,
     }

@@ -24,13 +24,12 @@ from typing import Any
 
 import numpy as np
 
-from bench.record import ROOT, record
+from bench.record import OPERATORS, ROOT, bars
 from tests.checkpoints import random_e4m3
 from tierd.io import staging, tables
 from tierd.io.checkpoint import Checkpoint
 from tierd.io.store import Store
 
-COMMAND = "python -m bench.staging"
 DIM = 256
 ROWS_PER_PAGE = 15
 LAYERS = (1, 14)
@@ -140,13 +139,12 @@ def measure(work: Path, size: int, repeats: int) -> dict[str, Any]:
     return {"dd": dd, "staged": staged, "again": again}
 
 
-def run(*, quick: bool = False) -> list[dict[str, Any]]:
-    """Measure and return the records."""
+def run(quick: bool) -> list[dict[str, Any]]:
+    """Measure; `quick` stages 256 MiB once and proves only that it runs."""
     size = (256 << 20) if quick else (4 << 30)
-    repeats = 1 if quick else 3
-    work = Path(
-        tempfile.mkdtemp(prefix="tierd-bench-", dir=os.environ.get("TIERD_BENCH_DIR", "/var/tmp"))
-    )
+    repeats = 1 if quick else 5
+    place = os.environ.get("TIERD_BENCH_DIR", "/var/tmp")
+    work = Path(tempfile.mkdtemp(prefix="tierd-bench-staging-", dir=place))
     try:
         found = measure(work, size, repeats)
     finally:
@@ -156,38 +154,35 @@ def run(*, quick: bool = False) -> list[dict[str, Any]]:
     ratios = [rate / dd for rate, dd in zip(rates, dd_rates, strict=True)]
     peaks = [one["peak_rss_mib"] for one in found["staged"]]
     again = [one["process_seconds"] for one in found["again"]]
-    common: dict[str, Any] = {"command": COMMAND, "repeats": repeats, "packages": ("numpy",)}
-    detail = {
+    speeds = {
         "gib": size / 2**30,
         "staging_mib_per_s": [round(rate) for rate in rates],
         "dd_mib_per_s": [round(rate) for rate in dd_rates],
     }
+    whole = {"gib": size / 2**30, "of": "the whole process, interpreter start included"}
     return [
-        record(
-            "first_light.staging_vs_dd",
-            round(statistics.median(ratios), 3),
-            unit="ratio",
-            spread=f"{min(ratios):.3f} to {max(ratios):.3f}",
-            detail=detail,
-            **common,
-        ),
-        record(
-            "first_light.staging_rss_mib",
-            round(max(peaks), 1),
-            unit="MiB",
-            spread=f"{min(peaks):.0f} to {max(peaks):.0f}",
-            detail={"gib": size / 2**30},
-            **common,
-        ),
-        record(
-            "first_light.restage_same_seconds",
-            round(max(again), 2),
-            unit="s",
-            spread=f"{min(again):.2f} to {max(again):.2f}",
-            detail={"of": "the whole process, interpreter start included"},
-            **common,
-        ),
+        result("staging_vs_dd", statistics.median(ratios), ratios, "ratio", speeds),
+        result("staging_rss_mib", max(peaks), peaks, "MiB", {"gib": size / 2**30}),
+        result("restage_same_seconds", max(again), again, "s", whole),
     ]
+
+
+def result(
+    name: str, value: float, values: list[float], unit: str, detail: dict[str, Any]
+) -> dict[str, Any]:
+    """One measure with its bar and verdict."""
+    measure_id = f"first_light.{name}"
+    sign, bar = bars()[measure_id]
+    return {
+        "id": measure_id,
+        "value": round(value, 3),
+        "unit": unit,
+        "bar": [sign, bar],
+        "met": bool(OPERATORS[sign](value, bar)),
+        "repeats": len(values),
+        "spread": f"{min(values):.3g} to {max(values):.3g}",
+        "detail": detail,
+    }
 
 
 def main() -> None:
@@ -199,7 +194,7 @@ def main() -> None:
     if arguments.child:
         child(*arguments.child)
         return
-    print(json.dumps(run(quick=arguments.quick), indent=1))
+    print(json.dumps(run(arguments.quick), indent=1))
 
 
 if __name__ == "__main__":

@@ -357,7 +357,7 @@ def show_config(config_path: Path | None, origin: bool, as_json: bool) -> None:
 )
 def reference(form: str) -> None:
     """Print every key with its default and its meaning."""
-    from tierd import reference as page
+    from tierd.tools import reference as page
 
     click.echo(page.toml() if form == "toml" else page.markdown(), nl=False)
 

@@ -257,9 +257,9 @@ class Settings(BaseSettings):
                 raise ValueError(text + ", the most that a Unix socket's path may have")
         if paths.engine_socket == paths.api_socket:
             raise ValueError(f"engine.socket and api.socket are both {paths.api_socket}")
-        for path in self.devices.paths:
-            if self.devices.paths.count(path) > 1:
-                raise ValueError(f"devices.paths lists {path} twice")
+        for device in self.devices.paths:
+            if self.devices.paths.count(device) > 1:
+                raise ValueError(f"devices.paths lists {device} twice")
         return self
 
     @property

@@ -3,6 +3,7 @@
 # ThreadSanitizer, and runs them. Usage: tools/sanitizers.sh [ctest arguments, such as -R pump]
 set -eu
 cd "$(dirname "$0")/.."
+PATH="$PWD/.venv/bin:$PATH"  # cmake and ninja of `make setup`
 
 # ThreadSanitizer's runtime cannot place its shadow when the kernel spreads mappings over more than
 # 28 bits (vm.mmap_rnd_bits on new kernels). Without address randomisation it always can.

@@ -19,7 +19,7 @@ import pytest
 from tests import checkpoints
 from tests.daemons import Daemon, Node, engram_node, make_node, running
 from tierd.api import rest_client
-from tierd.attach import INLINE_BYTES_MAX
+from tierd.daemon.attach import INLINE_BYTES_MAX
 from tierd.errors import AttachError, RowError
 from tierd.gpu.client import Client, TableClient, list_images
 from tierd.io import _core, wire

@@ -1,9 +1,17 @@
 // The pump's parts that need no thread: deadline heap, extent map, and one ring's state machine with
 // the test in the places of client, guardian and device.
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
+#include <fstream>
 #include <memory>
 #include <random>
+#include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -308,6 +316,32 @@ void a_restarted_daemon_goes_on_behind_either_server() {
     CHECK(load_acquire(rig.control().drained.value) == 3);
 }
 
+bool sleeps(long thread) {
+    std::ifstream file("/proc/self/task/" + std::to_string(thread) + "/stat");
+    std::string line;
+    std::getline(file, line);
+    return line.find(") S ") != std::string::npos;
+}
+
+void a_sleeping_client_is_woken() {
+    Rig rig;
+    rig.publish({1});
+    rig.ring->accept(0);
+    rig.issue_all();
+    std::atomic<long> sleeper{0};
+    std::thread client([&] {
+        sleeper.store(gettid());
+        store_release(rig.control().waiter.value, 1);
+        std::uint32_t& done = rig.control().done_d.value;
+        while (load_acquire(done) == 0)  // without a limit: only a wake-up ends it
+            syscall(SYS_futex, &done, FUTEX_WAIT, 0, nullptr, nullptr, 0);
+    });
+    while (load_acquire(rig.control().waiter.value) == 0 || !sleeps(sleeper.load()))
+        std::this_thread::yield();
+    rig.land(1);
+    client.join();
+}
+
 void removal_answers_everything() {
     Rig rig;
     for (std::uint32_t i = 0; i < 5; ++i) rig.publish({i, i});
@@ -344,6 +378,7 @@ int main() {
     RUN(a_failed_request_stops_reading_and_holds_its_place);
     RUN(a_taken_ring_is_drained_before_it_says_so);
     RUN(a_restarted_daemon_goes_on_behind_either_server);
+    RUN(a_sleeping_client_is_woken);
     RUN(removal_answers_everything);
     return 0;
 }

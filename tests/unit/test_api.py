@@ -14,12 +14,12 @@ from tests import checkpoints
 from tests.daemons import make_node
 from tierd.api import schemas
 from tierd.api.server import RestApi, make_app
-from tierd.attach import AttachServer
 from tierd.catalog import Catalog
 from tierd.config import load
 from tierd.daemon import Daemon
+from tierd.daemon.attach import AttachServer
+from tierd.daemon.plane import DataPlane
 from tierd.errors import DeviceError
-from tierd.plane import DataPlane
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tierd import claims
+from tierd.daemon import claims
 from tierd.errors import ConfigError, DaemonError, SocketBusyError
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -129,3 +130,11 @@ def test_config_check_and_show(tmp_path: Path) -> None:
     assert f"{path}:2: unknown key pump.cuont; did you mean pump.count?" in refusal(
         "config", "check", "--config", path
     )
+
+
+def test_every_command_that_a_message_names_exists() -> None:
+    named = set()
+    for path in (ROOT / "tierd").rglob("*.py"):
+        named |= set(re.findall(r"run: tierd ([a-z]+)", path.read_text()))
+    assert "stage" in named
+    assert named - set(cli.commands) == set()

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tierd import config, reference
+from tierd import config
 from tierd.errors import ConfigError
+from tierd.tools import reference
 
 ROOT = Path(__file__).resolve().parents[2]
 

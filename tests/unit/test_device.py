@@ -349,8 +349,9 @@ def test_leases_are_seen_by_others_and_end_with_the_last_copy(path: str) -> None
         assert device.leased_ranges(0, MIB) == [(4096, 12288), (700_000, 704_096)]
         assert device.leased_ranges(10_000, 701_000) == [(10_000, 12288), (700_000, 701_000)]
         assert device.leased_ranges(20_000, 30_000) == []
-        other = device.readonly_fd([(0, 10)])
+        other = device.readonly_fd([(0, 10)])  # lower, by a later reader: named second
         assert device.leased_ranges(0, 20) == [(0, 10)]
+        assert device.leased_ranges(0, MIB) == [(0, 10), (4096, 12288), (700_000, 704_096)]
         copy = os.dup(fd)
         os.close(fd)
         os.close(other)

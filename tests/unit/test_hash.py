@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierd.gpu.engram import NOTHING, EngramHash, EngramLayout, multipliers, primes_from
-from tierd.tools.deepseek_tokens import compressed_token_map, load_tokenizer
+from tierd.tools.deepseek_tokens import deepseek_token_map, load_tokenizer
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data/engram_golden.json").read_text())
 
@@ -29,8 +29,8 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(scope="module")
-def token_map(tokenizer: Any) -> Any:
-    return compressed_token_map(tokenizer)
+def token_map() -> Any:
+    return deepseek_token_map()
 
 
 def test_public_model_row_counts() -> None:

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierd.config import ChannelSection
+from tierd.daemon.rings import STAT_NAMES, ChannelView
 from tierd.errors import AttachError
 from tierd.io import _core
 from tierd.io._core import protocol
-from tierd.rings import STAT_NAMES, ChannelView
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -25,7 +25,9 @@ PATIENT = 60_000_000_000
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
     """Its file may be damaged. CRCs are checked on every page."""
-    rig = Rig(tmp_path / "images", [(1500, 256, "e4m3_e8m0")], crc_sample=1)
+    rig = Rig(
+        tmp_path / "images", [(1500, 256, "e4m3_e8m0"), (400, 256, "e4m3_e8m0")], crc_sample=1
+    )
     yield rig
     rig.close()
 
@@ -159,6 +161,25 @@ def test_no_answer_in_time(rig: Rig) -> None:
             engine.check(0, ids + first)
         doorbell = engine.control_word(0, p.OFFSET_DOORBELL)
         assert engine.control_word(0, p.OFFSET_RETIRED) == doorbell
+
+
+def test_an_answer_too_late_touches_nothing(rig: Rig) -> None:
+    """Slots of a request that was given up belong to others by the time it is answered."""
+    with Engine(rig, rig.images, sets=1, quota=32, serve=False) as engine:
+        engine.attached = rig.pump.add_channel(engine.channel.fd)
+        rig.pump.add_ring(engine.attached, 1, rig.images[1].served)
+        engine.tables[0].set_timeout(SOON)
+        with pytest.raises(RuntimeError, match="timeout"):
+            engine.gather(0, np.arange(20))
+        others = np.arange(32)
+        engine.check(1, others)  # every way is table 1's now
+        rig.pump.add_ring(engine.attached, 0, rig.images[0].served)
+        engine.tables[0].set_timeout(PATIENT)
+        engine.tables[0].set_quota(0)
+        engine.check(0, np.arange(50, 60))
+        hits = engine.tables[1].stats()["hits"]
+        engine.check(1, others)
+        assert engine.tables[1].stats()["hits"] - hits == 32
 
 
 def test_a_server_that_goes_away_and_comes_back(rig: Rig) -> None:

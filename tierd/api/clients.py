@@ -10,7 +10,7 @@ from tierd.api import schemas
 from tierd.api.common import DAEMON, moment, reply
 
 if TYPE_CHECKING:
-    from tierd.attach import AttachedClient
+    from tierd.daemon.attach import AttachedClient
 
 routes = web.RouteTableDef()
 

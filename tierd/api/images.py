@@ -11,7 +11,7 @@ from tierd.api.common import DAEMON, moment, reply
 from tierd.errors import ImageError
 
 if TYPE_CHECKING:
-    from tierd.plane import ServedImage
+    from tierd.daemon.plane import ServedImage
 
 PAGE_BYTES = 4096
 

@@ -215,7 +215,7 @@ class TableClient:
             RowError: an earlier request that was in the way failed.
         """
         with self._explained():
-            self._open().kick(_plain(ids))
+            self._open().kick(ids)
 
     def gather(self, ids: Any, out: Any) -> None:
         """Wait for the rows and write them to ``out``.
@@ -230,7 +230,7 @@ class TableClient:
             RowError: a row could not be read, or is not what was staged. ``out`` is undefined.
         """
         with self._explained():
-            self._open().gather(_plain(ids), _plain(out))
+            self._open().gather(ids, out)
 
     def set_quota(self, ways: int) -> None:
         """Change how many ways of each set this table may hold; nothing is flushed."""
@@ -481,12 +481,3 @@ def _read_fd(fd: int, size: int) -> bytes:
             raise AttachError(f"the daemon's memory file has {len(data)} of {size} bytes")
         data += part
     return data
-
-
-def _plain(tensor: Any) -> Any:
-    """Return what the core can map: a torch tensor without its gradient, anything else as it is.
-
-    The core takes numpy arrays and CPU tensors of any library that speaks DLPack; torch is not
-    imported for that.
-    """
-    return tensor.detach() if getattr(tensor, "requires_grad", False) else tensor

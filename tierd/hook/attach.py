@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from tierd.hook.settings import HookSettings
 
 SELF_TEST_ROWS = 16  # per table; reading them costs a few milliseconds
-_ROWS_MAX_TOTAL = 4096  # missing rows that one request of every table may list together
+# Missing rows that one request of each table may list, all tables together: 32 MiB of channel.
+_ROWS_MAX_TOTAL = 2048
 _ROWS_MAX_LEAST = 128
 
 
@@ -65,7 +66,7 @@ class AttachedTables:
         if found is None:
             have = ", ".join(image.name for image in self.client.attached)
             raise HookError(
-                f"the model's layer {layer} reads a {kind.value} table that is not staged "
+                f"no {kind.value} table for layer {layer} is attached, but the model has one there "
                 f"(attached: {have}); run: tierd images"
             )
         return found
@@ -127,11 +128,11 @@ def _open(directory: Path) -> Checkpoint:
     try:
         return Checkpoint.open(directory)
     except CheckpointError as error:
-        raise _unreadable(directory, error) from None
+        raise _unreadable(error) from None
 
 
-def _unreadable(directory: Path, error: CheckpointError) -> HookError:
-    return HookError(f"{directory}: the tables of this checkpoint cannot be read: {error}")
+def _unreadable(error: CheckpointError) -> HookError:
+    return HookError(f"the model's tables cannot be read: {error}")
 
 
 def _specs(checkpoint: Checkpoint, files: Iterable[Path], kind: TableKind) -> list[TableSpec]:
@@ -139,7 +140,7 @@ def _specs(checkpoint: Checkpoint, files: Iterable[Path], kind: TableKind) -> li
     try:
         found = io_tables.find_tables(checkpoint)
     except CheckpointError as error:
-        raise _unreadable(directory, error) from None
+        raise _unreadable(error) from None
     specs = [spec for spec in found if spec.kind == kind]
     if not specs:
         raise HookError(f"{directory}: holds no {kind.value} table, but the model reads one")
@@ -175,16 +176,14 @@ def _match(
     where = f"the daemon at {settings.socket}"
     if settings.model is not None:
         where += f" (model {settings.model})"
+    cure = f"run: tierd stage {directory} --device DEVICE"
     others = [image.name for image in images if image.table.name == spec.name]
     if others:
         raise HookError(
             f"{where} has {', '.join(others)}, but staged from other data than {directory} holds "
-            f"(fingerprint {fingerprint[:12]}): the checkpoint changed, or is another; "
-            f"run: tierd stage {directory}"
+            f"(fingerprint {fingerprint[:12]}): the checkpoint changed, or is another; " + cure
         )
-    raise HookError(
-        f"{where} has no image of table {spec.name} of {directory}; run: tierd stage {directory}"
-    )
+    raise HookError(f"{where} has no image of table {spec.name} of {directory}; {cure}")
 
 
 def _attach(images: Sequence[ImageInfo], settings: HookSettings, engine: str) -> AttachedTables:
@@ -224,6 +223,7 @@ def _self_test(checkpoint: Checkpoint, spec: TableSpec, table: gpu_client.TableC
         [io_tables.RowReader(checkpoint, spec).read(int(row), 1) for row in ids]
     )
     served = np.empty((len(ids), spec.dim), dtype=np.uint16)
+    table.kick(ids)
     table.gather(ids, served)
     stored = _core.decode_rows(expected, spec.dim, spec.row_format.value)
     differs = (served != stored).any(axis=1)
@@ -232,7 +232,7 @@ def _self_test(checkpoint: Checkpoint, spec: TableSpec, table: gpu_client.TableC
         raise HookError(
             f"{table.info.name}: row {wrong[0]} is not what {spec.tensors[0]} holds "
             f"({len(wrong)} of {len(ids)} sampled rows differ); "
-            f"run: tierd verify {table.info.name} --full"
+            f"run: tierd verify --full --device DEVICE {table.info.name}"
         )
 
 

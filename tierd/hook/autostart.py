@@ -8,10 +8,12 @@ until a model module of transformers is imported.
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from tierd.errors import HookError
 from tierd.hook.imports import when_imported
 
 if TYPE_CHECKING:
@@ -19,9 +21,9 @@ if TYPE_CHECKING:
 
 BASE_MODULE = "transformers.modeling_utils"
 MODEL_MODULES = {
-    "transformers.models.qwen4_exp.modeling_qwen4_exp": "qwen4_exp",
-    "transformers.models.gemma3n.modeling_gemma3n": "gemma",
-    "transformers.models.gemma4.modeling_gemma4": "gemma",
+    "transformers.models.qwen4_exp.modeling_qwen4_exp": "tierd.hook.qwen4_exp",
+    "transformers.models.gemma3n.modeling_gemma3n": "tierd.hook.gemma",
+    "transformers.models.gemma4.modeling_gemma4": "tierd.hook.gemma",
 }
 RUN_PID = "TIERD_RUN_PID"
 
@@ -59,21 +61,26 @@ def note_replaced() -> None:
 
 
 def _patch_base(module: ModuleType) -> None:
-    from tierd.hook import transformers  # noqa: PLC0415 - needs torch, which the engine has by now
-
-    transformers.patch_base(module)
+    _adapter("tierd.hook.transformers").patch_base(module)
 
 
 def _patch_model(module: ModuleType) -> None:
-    family = MODEL_MODULES[module.__name__]
-    if family == "qwen4_exp":
-        from tierd.hook import qwen4_exp  # noqa: PLC0415 - see above
+    _adapter(MODEL_MODULES[module.__name__]).patch(module)
 
-        qwen4_exp.patch(module)
-    else:
-        from tierd.hook import gemma  # noqa: PLC0415 - see above
 
-        gemma.patch(module)
+def _adapter(name: str) -> Any:
+    """Import an adapter, which needs torch (the engine has it by now) and tierd's core.
+
+    Raises:
+        HookError: this Python cannot load the core.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise HookError(
+            f"{sys.executable} cannot load tierd, so no table can be served ({error}); "
+            f"run: {sys.executable} -m pip install tierd"
+        ) from None
 
 
 def _say_if_unused() -> None:

@@ -60,8 +60,8 @@ def _check_places(model: Any, config: Any) -> None:
         )
 
 
-def _is_table(num_embeddings: int, embedding_dim: int, embed_scale: float) -> bool:
-    """Whether a scaled embedding that is being constructed is the per-layer table.
+def _is_table(given: dict[str, Any]) -> bool:
+    """Whether a scaled embedding that is constructed with these arguments is the per-layer table.
 
     The text model makes two of one class: the token embedding and, after it, the table.
     """
@@ -69,11 +69,12 @@ def _is_table(num_embeddings: int, embedding_dim: int, embed_scale: float) -> bo
     dim = getattr(config, "hidden_size_per_layer_input", 0)
     if not dim:
         return False
-    return (num_embeddings, embedding_dim, embed_scale) == (
-        config.vocab_size_per_layer_input,
-        config.num_hidden_layers * dim,
-        dim**0.5,
-    )
+    expected = {
+        "num_embeddings": config.vocab_size_per_layer_input,
+        "embedding_dim": config.num_hidden_layers * dim,
+        "embed_scale": dim**0.5,
+    }
+    return all(given.get(name) == value for name, value in expected.items())
 
 
 def _subclass(stock: type[nn.Module]) -> type[nn.Module]:
@@ -83,8 +84,7 @@ def _subclass(stock: type[nn.Module]) -> type[nn.Module]:
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
             names = ("num_embeddings", "embedding_dim", "padding_idx", "embed_scale")
             given = dict(zip(names, args, strict=False)) | kwargs
-            sizes = [given.get(name) for name in (names[0], names[1], names[3])]
-            if cls is ScaledWordEmbedding and None not in sizes and _is_table(*sizes):
+            if cls is ScaledWordEmbedding and _is_table(given):
                 return object.__new__(PerLayerRows)
             return object.__new__(cls)
 
@@ -109,10 +109,11 @@ def _subclass(stock: type[nn.Module]) -> type[nn.Module]:
             rows.refuse_training(self)
             self.tierd.kick(input_ids, self.weight)
             values = self.tierd.gather(input_ids, self.weight)
-            return values * self.embed_scale.to(self.weight.dtype)
+            scale: torch.Tensor = self.embed_scale.to(self.weight.dtype)
+            return values * scale
 
-        def _apply(self, fn: Any, recurse: bool = True) -> Any:
-            super()._apply(fn, recurse)
+        def _apply(self, *args: Any) -> Any:
+            super()._apply(*args)
             self.tierd.cast(self.weight.dtype)
             return self
 

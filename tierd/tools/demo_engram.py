@@ -1,14 +1,14 @@
 """A demo model: a tiny DeepSeek-V4 with Engram layers, standing in for DeepSeek-V4.1.
 
-transformers has no V4.1 yet. This puts an Engram module in front of some layers of its tiny V4, with
-the real layout: 24 hash columns, primes, multipliers, the true tokenizer's compressed map, 264-byte
-rows, tensor names. The weights are random, so its text is noise; which rows it reads is not.
+transformers has no V4.1 yet. This puts an Engram module in front of some layers of its V4, made
+tiny, with the real layout: 24 hash columns, primes, multipliers, the true tokenizer's compressed
+map, 264-byte rows, tensor names. The weights are random, so its text is noise; which rows it reads
+is not.
 """
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -18,9 +18,12 @@ from torch import nn
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 from tierd.gpu.engram import NOTHING, EngramHash, EngramLayout
-from tierd.tools.deepseek_tokens import compressed_token_map, load_tokenizer
+from tierd.tools.deepseek_tokens import deepseek_token_map
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
     from numpy.typing import NDArray
 
 HEAD_DIM = 256
@@ -59,7 +62,8 @@ class RowsInMemory:
         flat = ids.reshape(-1)
         values = self.weight.view(torch.uint8)[flat].view(torch.float8_e4m3fn).float()
         scales = self.scale.view(torch.uint8)[flat].view(torch.float8_e8m0fnu).float()
-        wide = values.unflatten(-1, (-1, SCALE_BLOCK)) * scales.unsqueeze(-1)
+        blocks = values.view(len(flat), -1, SCALE_BLOCK)
+        wide = blocks * scales.unsqueeze(-1)
         out.copy_(wide.flatten(-2).to(torch.bfloat16).view(out.shape))
 
 
@@ -83,9 +87,9 @@ class Engram(nn.Module):
             the residual with the memory added, same shape and dtype.
         """
         streams, hidden = residual.shape[-2:]
-        mixed = self.wkv(embedded.flatten(-2).to(self.wkv.weight.dtype)).float()
-        keys, value = mixed.split([streams * hidden, hidden], dim=-1)
-        keys = _normal(keys.unflatten(-1, (streams, hidden))) * self.k_weight.float()
+        mixed: torch.Tensor = self.wkv(embedded.flatten(-2).to(self.wkv.weight.dtype)).float()
+        keys, value = mixed[..., : streams * hidden], mixed[..., streams * hidden :]
+        keys = _normal(keys.reshape(residual.shape)) * self.k_weight.float()
         queries = _normal(residual.float()) * self.q_weight.float()
         match = (keys * queries).sum(-1, keepdim=True) / hidden**0.5
         gate = torch.sigmoid(match.abs().clamp_min(1e-6).sqrt() * match.sign())
@@ -102,6 +106,7 @@ class EngramModel:
     Attributes:
         base: the stock model; its ``generate`` runs the whole.
         hasher: token ids to row numbers.
+        sources: where each layer's rows come from.
     """
 
     def __init__(
@@ -109,12 +114,12 @@ class EngramModel:
         base: DeepseekV4ForCausalLM,
         engrams: dict[int, Engram],
         hasher: EngramHash,
-        sources: dict[int, RowSource],
+        sources: Mapping[int, RowSource],
     ) -> None:
         self.base = base
         self.hasher = hasher
         self._engrams = engrams
-        self._sources = sources
+        self.sources = dict(sources)
         self._context: NDArray[np.int64] | None = None
         self._ids: dict[int, torch.Tensor] = {}
         base.model.register_forward_pre_hook(self._start, with_kwargs=True)
@@ -122,7 +127,7 @@ class EngramModel:
             base.model.layers[layer].register_forward_pre_hook(self._inject(layer))
 
     @classmethod
-    def load(cls, directory: Path, sources: dict[int, RowSource] | None = None) -> EngramModel:
+    def load(cls, directory: Path, sources: Mapping[int, RowSource] | None = None) -> EngramModel:
         """Load a checkpoint that ``write_engram`` wrote.
 
         Args:
@@ -132,7 +137,7 @@ class EngramModel:
         config = DeepseekV4Config.from_pretrained(directory)
         base = _load_base(directory)
         layout = layout_of(config)
-        hasher = EngramHash(layout, compressed_token_map(load_tokenizer()))
+        hasher = EngramHash(layout, deepseek_token_map())
         engrams = {}
         for layer in layout.layer_ids:
             engram = Engram(config.hidden_size, config.hc_mult, layout.columns)
@@ -144,7 +149,11 @@ class EngramModel:
             sources = {layer: rows_in_memory(directory, layer) for layer in layout.layer_ids}
         return cls(base, engrams, hasher, sources)
 
-    def _start(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def use(self, sources: Mapping[int, RowSource]) -> None:
+        """Read rows from elsewhere from now on; layer -> source."""
+        self.sources = dict(sources)
+
+    def _start(self, _model: Any, _args: Any, kwargs: dict[str, Any]) -> None:
         """Hash the step's tokens and kick every layer's reads, before the first layer runs."""
         tokens = kwargs["input_ids"].numpy()
         cache = kwargs.get("cache", kwargs.get("past_key_values"))
@@ -157,13 +166,13 @@ class EngramModel:
         self._context = self.hasher.next_context(tokens, self._context)
         for index, layer in enumerate(self.hasher.layout.layer_ids):
             self._ids[layer] = torch.from_numpy(np.ascontiguousarray(rows[..., index, :]))
-            self._sources[layer].kick(self._ids[layer])
+            self.sources[layer].kick(self._ids[layer])
 
     def _inject(self, layer: int) -> Any:
-        def hook(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        def hook(_module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
             ids = self._ids[layer]
             embedded = torch.empty((*ids.shape, HEAD_DIM), dtype=torch.bfloat16)
-            self._sources[layer].gather(ids, embedded)
+            self.sources[layer].gather(ids, embedded)
             return (self._engrams[layer](args[0], embedded), *args[1:])
 
         return hook

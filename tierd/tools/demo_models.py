@@ -7,8 +7,7 @@ are random, with a spread that lets a table's rows change what the model says.
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -20,6 +19,9 @@ from tierd.tools.demo_engram import (
     engram_key,
     layout_of,
 )
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 INDEX = "model.safetensors.index.json"
 _NAN_PAYLOADS = (0x7F, 0xFF)
@@ -57,7 +59,13 @@ def write_qwen4_exp(
 
 
 def write_gemma(
-    directory: Path, *, family: str = "gemma4", seed: int = 1, dim: int = 24, shard: str = "60KB"
+    directory: Path,
+    *,
+    family: str = "gemma4",
+    seed: int = 1,
+    dim: int = 24,
+    vocabulary: int = 512,
+    shard: str = "60KB",
 ) -> None:
     """Write a Gemma 4 (or Gemma 3n) checkpoint with per-layer embeddings, bf16, sharded.
 
@@ -66,12 +74,13 @@ def write_gemma(
         family: ``gemma4`` or ``gemma3n``.
         seed: of all weights.
         dim: values per layer; 24 because its square root, the scale, is no bf16 number.
+        vocabulary: rows of the table.
         shard: largest size of a file, in transformers' notation.
     """
     import transformers  # noqa: PLC0415 - slow
 
     sizes: dict[str, Any] = {
-        "vocab_size": 512, "vocab_size_per_layer_input": 512, "hidden_size": 64,
+        "vocab_size": vocabulary, "vocab_size_per_layer_input": vocabulary, "hidden_size": 64,
         "hidden_size_per_layer_input": dim, "intermediate_size": 128, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 16,
         "num_kv_shared_layers": 0, "layer_types": ["sliding_attention"] * 3 + ["full_attention"],

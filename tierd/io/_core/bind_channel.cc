@@ -82,8 +82,8 @@ std::uint32_t wait(RingClient& client, std::uint32_t sequence, std::uint64_t tim
 nb::dict stats(const RingClient& client) {
     const RingStats& s = *client.ring().stats;
     nb::dict d;
-    d["ring_full"] = s.ring_full;
-    d["published"] = s.published;
+    d["ring_full"] = load_relaxed(s.ring_full);
+    d["published"] = load_relaxed(s.published);
     return d;
 }
 
@@ -141,7 +141,7 @@ void bind_channel(nb::module_& m) {
         }, "pages"_a, "batch"_a, "depth"_a,
              "Read every page of the list, `batch` a request, `depth` requests outstanding, and\n"
              "check that each succeeds; returns seconds.")
-        .def("stats", &stats);
+        .def("stats", &stats, "The counters of RingStats that a raw client keeps, by name.");
 }
 
 }  // namespace tierd

@@ -69,8 +69,9 @@ std::shared_ptr<TwinTable> make_table(std::shared_ptr<RowCache> cache,
                                       std::uint32_t dim, const std::string& row_format,
                                       std::uint32_t quota, std::uint64_t timeout_ns,
                                       std::uint32_t spin_us, bool canonical_zero) {
-    const TwinOptions options{table, {image_id, generation}, rows,       dim,    parse_row_format(row_format),
-                              canonical_zero, quota, timeout_ns, spin_us};
+    const RowFormat format = parse_row_format(row_format);
+    const TwinOptions options{table,          {image_id, generation}, rows,       dim,    format,
+                              canonical_zero, quota,                  timeout_ns, spin_us};
     return std::make_shared<TwinTable>(std::move(cache), std::move(channel), ring, wake_fd,
                                        options);
 }
@@ -79,8 +80,7 @@ nb::dict stats_of(const TwinTable& table) {
     const RingStats& s = table.stats();
     nb::dict d;
     const auto put = [&](const char* name, const std::uint64_t& counter) {
-        auto& word = const_cast<std::uint64_t&>(counter);
-        d[name] = std::atomic_ref<std::uint64_t>(word).load(std::memory_order_relaxed);
+        d[name] = load_relaxed(counter);
     };
     put("lookups", s.lookups);
     put("hits", s.hits);
@@ -128,12 +128,12 @@ nb::ndarray<nb::numpy> decode_rows(
 void bind_twin(nb::module_& m) {
     m.def("decode_rows", &decode_rows, "rows"_a, "dim"_a, "row_format"_a, nb::kw_only(),
           "canonical_zero"_a = false, "portable"_a = false,
-          "Rows as stored (uint8 [..., row_bytes]) to bf16 bits (uint16 [..., dim]), exactly as the\n"
-          "engine's kernel does; raw rows are copied (uint8). `canonical_zero` turns -0 into +0;\n"
-          "`portable` keeps to the baseline instruction set.");
+          "Rows as stored (uint8 [..., row_bytes]) to bf16 bits (uint16 [..., dim]), exactly as\n"
+          "the engine's kernel does; raw rows are copied (uint8). `canonical_zero` turns -0 into\n"
+          "+0; `portable` keeps to the baseline instruction set.");
     nb::class_<RowCache>(m, "RowCache",
-                         "A pool of row slots, 32 ways in each of `sets` sets, shared by tables of\n"
-                         "one row size. `first_stamp` lets tests start near a stamp's end.")
+                         "A pool of row slots, 32 ways in each of `sets` sets, shared by tables\n"
+                         "of one row size. `first_stamp` lets tests start near a stamp's end.")
         .def(nb::init<std::uint32_t, std::uint32_t, std::uint32_t>(), nb::kw_only(), "sets"_a,
              "row_bytes"_a, "first_stamp"_a = 0)
         .def_prop_ro("sets", &RowCache::sets_in_use, "Sets in use.")
@@ -163,9 +163,10 @@ void bind_twin(nb::module_& m) {
             nb::gil_scoped_release release;
             table.gather(ids, out.data());
         }, "ids"_a, "out"_a,
-             "Write the rows of `ids` into `out` [*ids.shape, dim], contiguous: bf16 bits (uint16,\n"
-             "int16 or bfloat16), or bytes for raw rows. Ids other than the last kicked ones are\n"
-             "looked up and demanded now. RuntimeError if a request fails; `out` is undefined then.")
+             "Write the rows of `ids` into `out` [*ids.shape, dim], contiguous: bf16 bits\n"
+             "(uint16, int16 or bfloat16), or bytes for raw rows. Ids other than the last kicked\n"
+             "ones are looked up and demanded now. RuntimeError if a request fails; `out` is\n"
+             "undefined then.")
         .def("drive", [](TwinTable& table, std::shared_ptr<Pump> pump) {
             table.drive(std::move(pump));
         }, "pump"_a,

@@ -378,7 +378,8 @@ double RingClient::replay(const std::uint32_t* pages, std::uint64_t page_count,
         const std::optional<Status> status = wait(oldest, kReplayTimeoutNs);
         if (!status) throw TimeoutError("replay: no answer to request " + std::to_string(oldest));
         if (*status != Status::ok && failure.empty())
-            failure = "replay: request " + std::to_string(oldest) + " failed: " + status_name(*status);
+            failure = "replay: request " + std::to_string(oldest) +
+                      " failed: " + status_name(*status);
         retire(oldest++);
     };
     const std::uint64_t start = monotonic_ns();

@@ -136,8 +136,8 @@ class RingClient {
     std::shared_ptr<Driver> driver_;
     int wake_fd_ = -1;
     std::uint64_t spin_ns_;
-    std::uint32_t published_ = 0;  // last published sequence; ours alone, so doorbell need not be read
-    std::uint64_t cursor_ = 0;               // arena pages ever allotted
+    std::uint32_t published_ = 0;             // last published sequence: the doorbell, unshared
+    std::uint64_t cursor_ = 0;                // arena pages ever allotted
     std::atomic<std::uint64_t> released_{0};  // of them given back
     std::array<Outstanding, kRingDepth> outstanding_{};  // by sequence % depth
 };
@@ -146,6 +146,12 @@ class RingClient {
 inline void add_relaxed(std::uint64_t& counter, std::uint64_t amount) {
     std::atomic_ref<std::uint64_t> word(counter);
     word.store(word.load(std::memory_order_relaxed) + amount, std::memory_order_relaxed);
+}
+
+// Readers may be other threads and other processes.
+inline std::uint64_t load_relaxed(const std::uint64_t& counter) {
+    return std::atomic_ref<std::uint64_t>(const_cast<std::uint64_t&>(counter))
+        .load(std::memory_order_relaxed);
 }
 
 std::uint64_t monotonic_ns();

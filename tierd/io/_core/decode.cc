@@ -47,7 +47,8 @@ TIERD_ALWAYS_INLINE void plain_body(const std::uint8_t* __restrict payload, std:
         const auto nan = static_cast<std::int16_t>((0x7e - m) >> 15);
         const auto bits = static_cast<std::int16_t>((least + base) | (nan & kNan));
         const auto sign = static_cast<std::int16_t>(p << 8);
-        out[i] = static_cast<std::uint16_t>(((bits | (sign & kSign)) & nonzero) | (sign & zero_sign));
+        out[i] = static_cast<std::uint16_t>(((bits | (sign & kSign)) & nonzero) |
+                                            (sign & zero_sign));
     }
 }
 

@@ -24,8 +24,11 @@ constexpr std::uint64_t kBeatNs = 5'000'000;
 constexpr std::uint64_t kTakenNs = 1'000'000;
 // Nothing at all to do: a lost wake-up costs no more than this.
 constexpr std::uint64_t kIdleNs = 100'000'000;
-// Memory is asked for this many pages before it is used.
-constexpr std::size_t kAhead = 4;
+// Between two batches the kernel's work on the reads drives our few tables out of the cache, so they
+// are asked for this many pages before they are used; so are the trailers that are judged, which
+// the device has just written.
+constexpr std::size_t kAheadTable = 16;
+constexpr std::size_t kAheadTrailer = 6;
 
 void relax_cpu() {
 #if defined(__x86_64__)
@@ -50,14 +53,14 @@ void Pump::run() noexcept {
         const std::uint64_t now = monotonic_ns();
         const bool more = run_commands();
         const bool busy = work(now);
-        if (more) continue;
-        if (spin_ns_ == 0) {
+        if (spin_ns_ == 0 && !more) {
             sleep();  // what was issued goes in with it, in one call
             continue;
         }
         reader_->submit();
-        if (busy) quiet_since = now;
-        if (now - quiet_since < spin_ns_)
+        if (busy || more)
+            quiet_since = now;
+        else if (now - quiet_since < spin_ns_)
             relax_cpu();
         else
             sleep();
@@ -193,9 +196,12 @@ void Pump::issue_request(ServerRing& ring, ServerRequest& request, std::uint32_t
                          std::uint64_t now_ns, Read* out) {
     const ExtentMap& map = ring.table().map;
     const auto number = static_cast<std::uint8_t>(request.sequence % kRingDepth);
+    const std::uint32_t* pages = request.pages + request.issued;
+    const std::uint32_t ahead = std::min<std::uint32_t>(count, kAheadTable);
+    for (std::uint32_t i = 0; i < ahead; ++i) map.prefetch(pages[i]);
     for (std::uint32_t i = 0; i < count; ++i) {
         const std::uint32_t row = request.issued + i;
-        if (i + kAhead < count) map.prefetch(request.pages[row + kAhead]);
+        if (i + ahead < count) map.prefetch(pages[i + ahead]);
         const std::uint32_t token = free_.back();
         free_.pop_back();
         slots_[token] = {&ring, now_ns, row, 0, number, false};
@@ -222,8 +228,13 @@ bool Pump::reap(std::uint64_t now_ns) {
     if (n == 0) return false;
     counts_.in_flight -= static_cast<std::uint32_t>(n);
     counts_.reads += n;
+    const std::size_t ahead = std::min(n, kAheadTable);
+    for (std::size_t i = 0; i < ahead; ++i) __builtin_prefetch(&slots_[done_[i].token]);
     for (std::size_t i = 0; i < n; ++i) {
-        prefetch(i, n);
+        if (i + ahead < n) __builtin_prefetch(&slots_[done_[i + ahead].token]);
+        if (options_.checks && i + kAheadTrailer < n)
+            __builtin_prefetch(target(slots_[done_[i + kAheadTrailer].token]) + kPageBytes -
+                               kTrailerBytes);
         const ReadSlot& slot = slots_[done_[i].token];
         const auto bucket =
             static_cast<std::uint32_t>(std::bit_width((now_ns - slot.submitted_ns) / 1000));
@@ -231,14 +242,6 @@ bool Pump::reap(std::uint64_t now_ns) {
         finish(done_[i].token, done_[i].result);
     }
     return true;
-}
-
-void Pump::prefetch(std::size_t done, std::size_t count) const {
-    if (done + 2 * kAhead >= count) return;
-    __builtin_prefetch(&slots_[done_[done + 2 * kAhead].token]);
-    if (!options_.checks) return;
-    const ReadSlot& slot = slots_[done_[done + kAhead].token];
-    __builtin_prefetch(target(slot) + kPageBytes - kTrailerBytes);
 }
 
 std::uint8_t* Pump::target(const ReadSlot& slot) const {
@@ -317,6 +320,7 @@ void Pump::sleep() {
         std::atomic_thread_fence(std::memory_order_seq_cst);
         if (news()) {
             set_parked(0);
+            reader_->submit();  // a client that always has news must not hold others' reads back
             return;
         }
         ++counts_.parks;

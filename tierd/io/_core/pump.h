@@ -78,6 +78,9 @@ struct PumpStats {
     std::vector<DeviceReport> devices;
 };
 
+// Makes the reader instead of PumpOptions::transport: for transports of other kinds, and for faults.
+using ReaderFactory = std::function<std::unique_ptr<Reader>(const ReaderOptions&)>;
+
 // Every method may be called from any thread. std::invalid_argument for what the caller got wrong,
 // std::runtime_error for what the system refused or a pump that is stopped.
 //
@@ -85,7 +88,7 @@ struct PumpStats {
 // thread. Its time is the number of turns.
 class Pump : public Driver {
   public:
-    explicit Pump(const PumpOptions& options);
+    explicit Pump(const PumpOptions& options, const ReaderFactory& factory = {});
     ~Pump() override;
     Pump(const Pump&) = delete;
     Pump& operator=(const Pump&) = delete;
@@ -112,7 +115,7 @@ class Pump : public Driver {
     void abandon();
 
   private:
-    struct Channel;
+    struct ServedChannel;
     struct Device {
         int fd = -1;
         std::uint32_t tables = 0;  // that have an extent on it
@@ -138,7 +141,7 @@ class Pump : public Driver {
     };
 
     // --- control path (pump_control.cc) ----------------------------------------------------------
-    void open_reader();
+    void open_reader(const ReaderFactory& factory);
     void check_running_or_fresh() const;
     void call(const Step& step);
     Progress join_ring(ServerRing& ring, std::uint32_t& registered);
@@ -159,7 +162,6 @@ class Pump : public Driver {
     void issue_request(ServerRing& ring, ServerRequest& request, std::uint32_t count,
                        std::uint64_t now_ns, Read* out);
     std::uint8_t* target(const ReadSlot& slot) const;
-    void prefetch(std::size_t done, std::size_t count) const;
     Read prepare(std::uint32_t token, std::uint64_t now_ns);
     bool reap(std::uint64_t now_ns);
     void finish(std::uint32_t token, std::int32_t result);
@@ -182,7 +184,7 @@ class Pump : public Driver {
     std::mutex control_mutex_;
     std::array<Device, kDevicesMax> devices_{};
     std::map<std::uint32_t, std::unique_ptr<ServedTable>> tables_;
-    std::map<std::uint32_t, std::unique_ptr<Channel>> channels_;
+    std::map<std::uint32_t, std::unique_ptr<ServedChannel>> channels_;
     std::uint32_t next_table_ = 0;
     std::uint32_t next_channel_ = 0;
     std::uint64_t next_order_ = 0;

@@ -71,21 +71,21 @@ void check_extents(const ServedTableSpec& spec, std::uint64_t pages) {
 
 }  // namespace
 
-struct Pump::Channel {
+struct Pump::ServedChannel {
     std::uint8_t* base = nullptr;
     std::uint64_t map_bytes = 0;
     ChannelHeader header{};  // our copy: the client can change its own at any time
     bool closing = false;
     std::vector<std::unique_ptr<ServerRing>> rings;
 
-    ~Channel() {
+    ~ServedChannel() {
         if (base != nullptr) munmap(base, map_bytes);
     }
 };
 
 // --- life ----------------------------------------------------------------------------------------
 
-Pump::Pump(const PumpOptions& options)
+Pump::Pump(const PumpOptions& options, const ReaderFactory& factory)
     : options_(options),
       spin_ns_(static_cast<std::uint64_t>(options.spin_us) * 1000),
       park_ns_(static_cast<std::uint64_t>(options.park_us) * 1000),
@@ -94,7 +94,7 @@ Pump::Pump(const PumpOptions& options)
     wake_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (wake_fd_ < 0) refuse_system("eventfd");
     try {
-        open_reader();
+        open_reader(factory);
     } catch (...) {
         close(wake_fd_);
         throw;
@@ -109,8 +109,12 @@ Pump::Pump(const PumpOptions& options)
     heap_.reserve(kPumpRingsMax);
 }
 
-void Pump::open_reader() {
+void Pump::open_reader(const ReaderFactory& factory) {
     const ReaderOptions options{options_.queue_depth, options_.read_threads, wake_fd_};
+    if (factory) {
+        reader_ = factory(options);
+        return;
+    }
     if (simulated_) {
         reader_ = make_sim_reader(options, options_.seed);
         return;
@@ -287,7 +291,7 @@ std::uint32_t Pump::add_channel(int fd) {
     const auto size = static_cast<std::uint64_t>(info.st_size);
     require(size >= sizeof(ChannelHeader), "channel: " + std::to_string(size) +
                                                " bytes are shorter than a header");
-    auto channel = std::make_unique<Channel>();
+    auto channel = std::make_unique<ServedChannel>();
     // All of it, because huge pages map only whole; total_bytes then bounds what is used.
     void* mapped = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (mapped == MAP_FAILED)
@@ -317,7 +321,7 @@ void Pump::add_ring(std::uint32_t channel, std::uint32_t ring, std::uint32_t tab
     const auto at = channels_.find(channel);
     require(at != channels_.end() && !at->second->closing,
             "there is no channel " + std::to_string(channel));
-    Channel& owner = *at->second;
+    ServedChannel& owner = *at->second;
     require(ring < owner.header.ring_count, "channel " + std::to_string(channel) + " has no ring " +
                                                 std::to_string(ring));
     const auto served = tables_.find(table);
@@ -420,7 +424,7 @@ Pump::Progress Pump::release_ring(ServerRing& ring) {
 }
 
 void Pump::forget_channel(std::uint32_t channel) {
-    std::unique_ptr<Channel> gone;  // unmapped after the lock is given back: it takes a while
+    std::unique_ptr<ServedChannel> gone;  // unmapped after the lock is given back: it takes a while
     const std::lock_guard control(control_mutex_);
     const auto at = channels_.find(channel);
     if (at == channels_.end()) return;

@@ -51,9 +51,9 @@ std::string memlock_cure() {
            "; raise LimitMEMLOCK= of the unit (in a shell: ulimit -l unlimited)";
 }
 
-// Why io_uring_setup(2) said no: sysctl, seccomp and memlock look alike to the caller.
-std::string explain_setup(int error) {
-    const std::string head = std::string("io_uring refused (") + strerrorname_np(error) + "): ";
+// Why a call of io_uring said no: sysctl, seccomp and memlock look alike to the caller.
+std::string explain_refusal(const char* call, int error) {
+    const std::string head = std::string(call) + " refused (" + strerrorname_np(error) + "): ";
     const bool filtered = seccomp_filtered();
     if (error == EPERM) {
         const std::string disabled = first_word_of("/proc/sys/kernel/io_uring_disabled");
@@ -73,8 +73,8 @@ std::string explain_setup(int error) {
 
 class UringReader final : public Reader {
   public:
-    // Returns 0 or the errno of the last attempt.
-    int open(const ReaderOptions& options) {
+    // "" or why this process cannot use io_uring.
+    std::string open(const ReaderOptions& options) {
         wake_fd_ = options.wake_fd;
         constexpr std::array<unsigned, 4> kSteps{
             IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_TASKRUN_FLAG,
@@ -93,9 +93,13 @@ class UringReader final : public Reader {
             }
             if (error != EINVAL) break;
         }
-        if (!open_) return error;
-        register_tables();
-        return 0;
+        if (!open_) return explain_refusal("io_uring_setup", error);
+        // A filter may allow the first of the three system calls and not the others.
+        error = -io_uring_enter(static_cast<unsigned>(ring_.ring_fd), 0, 0, 0, nullptr);
+        if (error == EPERM || error == ENOSYS) return explain_refusal("io_uring_enter", error);
+        error = register_tables();
+        if (error == EPERM || error == ENOSYS) return explain_refusal("io_uring_register", error);
+        return "";
     }
 
     ~UringReader() override {
@@ -230,15 +234,18 @@ class UringReader final : public Reader {
     std::uint64_t wakes() const override { return wakes_; }
 
   private:
-    void register_tables() {
+    // Returns the errno with which the file table was refused, or 0.
+    int register_tables() {
         fds_.fill(-1);
         int rc = io_uring_register_files_sparse(&ring_, kDevicesMax);
         files_fixed_ = rc == 0;
+        const int error = -rc;
         if (rc != 0) set_reason(files_reason_, explain_register("fixed files", rc));
         rc = io_uring_register_buffers_sparse(&ring_, kBuffersMax);
         buffers_fixed_ = rc == 0;
         buffer_used_.assign(kBuffersMax, false);
         if (rc != 0) set_reason(buffers_reason_, explain_register("fixed buffers", rc));
+        return error;
     }
 
     // `rc` is a negative errno, or 0 where the kernel updated nothing.
@@ -305,10 +312,9 @@ class UringReader final : public Reader {
 
 std::unique_ptr<Reader> make_uring_reader(const ReaderOptions& options, std::string& reason) {
     auto reader = std::make_unique<UringReader>();
-    const int error = reader->open(options);
-    if (error == 0) return reader;
-    reason = explain_setup(error);
-    return nullptr;
+    reason = reader->open(options);
+    if (!reason.empty()) return nullptr;
+    return reader;
 }
 
 }  // namespace tierd

@@ -65,12 +65,15 @@ struct RingView {
     RingView() = default;
     RingView(std::uint8_t* base, std::uint64_t bytes, const RingEntry& e)
         : rows_max(e.rows_max), arena_pages(e.arena_pages), table(e.table), flags(e.flags) {
-        if (rows_max == 0 || rows_max > kRowsMaxLimit) throw std::invalid_argument("ring: rows_max out of range");
+        if (rows_max == 0 || rows_max > kRowsMaxLimit)
+            throw std::invalid_argument("ring: rows_max out of range");
         if (arena_pages < rows_max || arena_pages > kArenaPagesLimit)
-            throw std::invalid_argument("ring: arena_pages must be at least rows_max and within the limit");
+            throw std::invalid_argument("ring: arena_pages below rows_max or above the limit");
         if (table >= kRingsMax) throw std::invalid_argument("ring: table number out of range");
-        const auto part = [&](std::uint64_t offset, std::uint64_t size, std::uint64_t align, const char* name) {
-            if (offset % align != 0 || offset < sizeof(ChannelHeader) || offset > bytes || size > bytes - offset)
+        const auto part = [&](std::uint64_t offset, std::uint64_t size, std::uint64_t align,
+                              const char* name) {
+            if (offset % align != 0 || offset < sizeof(ChannelHeader) || offset > bytes ||
+                size > bytes - offset)
                 throw std::invalid_argument(std::string("ring: ") + name + " lies outside the channel");
             return base + offset;
         };

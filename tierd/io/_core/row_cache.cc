@@ -23,7 +23,9 @@ using Word = std::atomic_ref<std::uint64_t>;
 constexpr std::uint64_t key_of(std::uint32_t table, std::uint64_t row) {
     return static_cast<std::uint64_t>(table) << 58 | (row + 1) << kStampBits;
 }
-constexpr std::uint32_t table_of(std::uint64_t word) { return static_cast<std::uint32_t>(word >> 58); }
+constexpr std::uint32_t table_of(std::uint64_t word) {
+    return static_cast<std::uint32_t>(word >> 58);
+}
 constexpr std::uint32_t stamp_of(std::uint64_t word) {
     return static_cast<std::uint32_t>(word) & kStampMask;
 }

@@ -62,11 +62,13 @@ TwinTable::TwinTable(std::shared_ptr<RowCache> cache, std::shared_ptr<Channel> c
       filled_(client_.published()) {
     if (decoder_.row_bytes() != cache_->row_bytes())
         throw std::invalid_argument("the cache holds rows of " +
-                                    std::to_string(cache_->row_bytes()) + " bytes, the table's have " +
+                                    std::to_string(cache_->row_bytes()) +
+                                    " bytes, the table's have " +
                                     std::to_string(decoder_.row_bytes()));
     if (client_.ring().table != options.table)
-        throw std::invalid_argument("the ring is for table " + std::to_string(client_.ring().table) +
-                                    ", not " + std::to_string(options.table));
+        throw std::invalid_argument("the ring is for table " +
+                                    std::to_string(client_.ring().table) + ", not " +
+                                    std::to_string(options.table));
     cache_->attach(options.table, options.quota);
     kick_ = cache_->kicks();
 }
@@ -90,8 +92,9 @@ void TwinTable::gather(const Ids& ids, void* out) {
         look_up_and_publish();
     }
     const Fill result = drain();
-    // Whatever happened, nothing is left to fill, and the places are used once: their slots may
-    // go to others as soon as the stamp is retired.
+    // Whatever happened, nothing is left to fill. The places are used once, since their slots may
+    // go to others as soon as the stamp is retired; and not at all after a failure, since the
+    // lookup may have hit on claims of an earlier kick that are now taken back.
     kicked_ = false;
     if (result == Fill::done) decode(out);
     cache_->retire(options_.table, kick_);
@@ -298,7 +301,6 @@ TwinTable::Fill TwinTable::fill_next() {
         if (*status != Status::ok || !copy_rows(sequence, request)) {
             empty_words(request.misses.data(), request.misses.size());
             add_relaxed(client_.ring().stats->failed, 1);
-            kicked_ = false;  // a later lookup may have hit on what is now empty
             result = Fill::failed;
         }
     }
@@ -329,10 +331,9 @@ bool TwinTable::copy_rows(std::uint32_t sequence, const Request& request) {
 bool TwinTable::copy_row(const Miss& miss, const std::uint8_t* page, std::uint8_t* to) const {
     const std::size_t row = miss.row % geometry_.rows_per_page;
     std::memcpy(to, page + row * geometry_.stride, geometry_.stride);
+    const std::size_t tags = static_cast<std::size_t>(geometry_.rows_per_page) * geometry_.stride;
     std::uint32_t stored;
-    std::memcpy(&stored,
-                page + static_cast<std::size_t>(geometry_.rows_per_page) * geometry_.stride + 4 * row,
-                sizeof stored);
+    std::memcpy(&stored, page + tags + 4 * row, sizeof stored);
     return row_tag(to, geometry_.stride, miss.row, tag_key_) == stored;
 }
 
@@ -344,7 +345,6 @@ void TwinTable::abandon_outstanding() {
         request.abandoned = true;
         add_relaxed(client_.ring().stats->failed, 1);
     }
-    kicked_ = false;
 }
 
 void TwinTable::empty_words(const Miss* misses, std::size_t count) {

@@ -84,11 +84,11 @@ class Pump:
     crc_sample checks the CRC of one page in so many: 0 never, 1 always.
     """
 
-    def __init__(self, *, transport: str = 'auto', queue_depth: int = 128, read_threads: int = 16, spin_us: int = 50, park_us: int = 50, crc_sample: int = 16, checks: bool = True, cpu: int = -1) -> None: ...
+    def __init__(self, *, transport: str = 'auto', queue_depth: int = 128, read_threads: int = 16, spin_us: int = 50, park_us: int = 50, crc_sample: int = 16, checks: bool = True, cpu: int = -1, seed: int = 0) -> None: ...
 
     @property
     def transport(self) -> str:
-        """'io_uring' or 'threads'."""
+        """'io_uring', 'threads' or 'simulated'."""
 
     @property
     def transport_reason(self) -> str:
@@ -135,6 +135,17 @@ class Pump:
 
     def stop(self) -> None:
         """As remove_channel for all, then end. Idempotent."""
+
+    def turn(self) -> None:
+        """
+        One round of a simulated pump's loop (transport='simulated': no thread, simulated
+        devices, everything by `seed`).
+        """
+
+    def abandon(self) -> None:
+        """
+        Leave a simulated pump as a killed process would: nothing more is answered.
+        """
 
     def stats(self) -> dict:
         """
@@ -190,6 +201,9 @@ class RingClient:
     def wait(self, sequence: int, timeout_ns: int) -> int:
         """Wait for the answer; returns its Status. TimeoutError."""
 
+    def drive(self, pump: Pump) -> None:
+        """From now on waits turn this simulated pump instead of sleeping."""
+
     def pages(self, sequence: int) -> NDArray[numpy.uint8]:
         """
         A copy [count, 4096] of the pages of an answered request that is not retired.
@@ -204,19 +218,20 @@ class RingClient:
         check that each succeeds; returns seconds.
         """
 
-    def stats(self) -> dict: ...
+    def stats(self) -> dict:
+        """The counters of RingStats that a raw client keeps, by name."""
 
 def decode_rows(rows: Annotated[NDArray[numpy.uint8], dict(order='C', device='cpu', writable=False)], dim: int, row_format: str, *, canonical_zero: bool = False, portable: bool = False) -> NDArray:
     """
-    Rows as stored (uint8 [..., row_bytes]) to bf16 bits (uint16 [..., dim]), exactly as the
-    engine's kernel does; raw rows are copied (uint8). `canonical_zero` turns -0 into +0;
-    `portable` keeps to the baseline instruction set.
+    Rows as stored (uint8 [..., row_bytes]) to bf16 bits (uint16 [..., dim]), exactly as
+    the engine's kernel does; raw rows are copied (uint8). `canonical_zero` turns -0 into
+    +0; `portable` keeps to the baseline instruction set.
     """
 
 class RowCache:
     """
-    A pool of row slots, 32 ways in each of `sets` sets, shared by tables of
-    one row size. `first_stamp` lets tests start near a stamp's end.
+    A pool of row slots, 32 ways in each of `sets` sets, shared by tables
+    of one row size. `first_stamp` lets tests start near a stamp's end.
     """
 
     def __init__(self, *, sets: int, row_bytes: int, first_stamp: int = 0) -> None: ...
@@ -257,13 +272,177 @@ class TwinTable:
 
     def gather(self, ids: Annotated[NDArray, dict(device='cpu', writable=False)], out: Annotated[NDArray, dict(device='cpu')]) -> None:
         """
-        Write the rows of `ids` into `out` [*ids.shape, dim], contiguous: bf16 bits (uint16,
-        int16 or bfloat16), or bytes for raw rows. Ids other than the last kicked ones are
-        looked up and demanded now. RuntimeError if a request fails; `out` is undefined then.
+        Write the rows of `ids` into `out` [*ids.shape, dim], contiguous: bf16 bits
+        (uint16, int16 or bfloat16), or bytes for raw rows. Ids other than the last kicked
+        ones are looked up and demanded now. RuntimeError if a request fails; `out` is
+        undefined then.
         """
+
+    def drive(self, pump: Pump) -> None:
+        """From now on waits turn this simulated pump instead of sleeping."""
 
     def set_quota(self, ways: int) -> None:
         """Ways per set that the table may hold; nothing is flushed."""
 
+    def set_timeout(self, timeout_ns: int) -> None:
+        """
+        The most that one kick or gather waits for the servers, from the next call on.
+        """
+
     def stats(self) -> dict:
         """The ring's counters (RingStats) by name."""
+
+class SimZone(enum.IntEnum):
+    roots = 0
+
+    tables = 1
+
+    data = 2
+
+class SimLoss(enum.IntEnum):
+    """What becomes of unflushed writes at a power loss."""
+
+    random = 0
+
+    none = 1
+
+    all = 2
+
+    first = 3
+
+    last = 4
+
+    torn = 5
+
+class SimFault(enum.IntEnum):
+    short_read = 0
+
+    read_error = 1
+
+    dead_page = 2
+
+    slow_read = 3
+
+    misdirected_read = 4
+
+    stale_read = 5
+
+    flipped_read = 6
+
+    rotten_page = 7
+
+    write_error = 8
+
+    lost_write = 9
+
+    torn_write = 10
+
+    misdirected_write = 11
+
+    flush_error = 12
+
+class SimRandom:
+    """The simulator's generator (splitmix64)."""
+
+    def __init__(self, seed: int) -> None: ...
+
+    def next(self) -> int: ...
+
+    def below(self, limit: int) -> int:
+        """0 .. limit - 1"""
+
+class SimPower:
+    """The power of a simulated machine, shared by its devices."""
+
+    def __init__(self) -> None: ...
+
+    def cut_after(self, operations: int) -> None:
+        """Cut it right before that write or flush, counted from now."""
+
+    def cut_after_flushes(self, flushes: int) -> None:
+        """Cut it right before that flush, counted from now."""
+
+    def cut_never(self) -> None: ...
+
+    def restore(self) -> None: ...
+
+    @property
+    def cut(self) -> bool: ...
+
+    @property
+    def operations(self) -> int:
+        """Writes and flushes so far."""
+
+class SimSnapshot:
+    pass
+
+class SimDevice:
+    """
+    A disk in memory with a volatile cache and seeded faults.
+
+    read, write, flush and discard return bytes or a negative errno;
+    -ESHUTDOWN once the power was cut.
+    """
+
+    def __init__(self, bytes: int, *, tables_start: int, data_start: int, seed: int, power: SimPower) -> None: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def fd(self) -> int:
+        """A memfd of the same size, owned by the device."""
+
+    def set_fault(self, fault: SimFault, zone: SimZone, millionths: int, limit: int) -> None:
+        """How often among a zone's operations, and how many times at most."""
+
+    def clear_faults(self) -> None: ...
+
+    def read(self, offset: int, target: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu')]) -> int: ...
+
+    def write(self, offset: int, source: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> int: ...
+
+    def flush(self) -> int: ...
+
+    def discard(self, offset: int, size: int) -> int: ...
+
+    def settle(self, loss: SimLoss) -> None:
+        """After a power cut: decide what became of the unflushed writes."""
+
+    @property
+    def unflushed(self) -> int: ...
+
+    def peek(self, offset: int, target: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu')]) -> None:
+        """Read without faults."""
+
+    def poke(self, offset: int, source: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
+        """Change bytes at rest."""
+
+    def damaged(self, page: int) -> bool:
+        """
+        Whether a device page is known to differ from what was written, or is dead.
+        """
+
+    def rot(self, page: int) -> None:
+        """Flip one bit of a device page at rest."""
+
+    def condemn(self, page: int) -> None:
+        """Count a device page as damaged from now on, until it is written."""
+
+    def dead(self, page: int) -> bool:
+        """Whether reads of the device page fail for ever."""
+
+    def faulty_reads(self, page: int) -> int:
+        """
+        Times that a read of the device page gave anything but its right bytes.
+        """
+
+    def counts(self) -> dict:
+        """Faults reached: name -> (roots, tables, data)."""
+
+    def scars(self, zone: SimZone) -> int:
+        """Faults that left a mark in the zone."""
+
+    def snapshot(self) -> SimSnapshot: ...
+
+    def restore(self, snapshot: SimSnapshot) -> None: ...

@@ -21,20 +21,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import structlog
 from pydantic import BaseModel, Field, ValidationError
 
-from tierd import __version__, claims
+from tierd import __version__
+from tierd.daemon import claims
+from tierd.daemon.plane import by_store, image_map
+from tierd.daemon.rings import ChannelView
 from tierd.errors import AttachError, TierdError
 from tierd.io import wire
-from tierd.plane import by_store, image_map
-from tierd.rings import ChannelView
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tierd.catalog import Catalog
     from tierd.config import Settings
-    from tierd.plane import Attached, DataPlane, ServedImage
+    from tierd.daemon.plane import Attached, DataPlane, ServedImage
 
-log = structlog.get_logger("tierd.attach")
+log = structlog.get_logger("tierd.daemon.attach")
 
 # Connections that have not attached: people listing images, engines on their way.
 VISITORS_MAX = 64

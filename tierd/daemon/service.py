@@ -21,17 +21,18 @@ from typing import TYPE_CHECKING, Protocol
 import structlog
 import uvloop
 
-from tierd import __version__, claims
-from tierd.attach import AttachServer
+from tierd import __version__
 from tierd.catalog import Catalog
-from tierd.plane import DataPlane
+from tierd.daemon import claims
+from tierd.daemon.attach import AttachServer
+from tierd.daemon.plane import DataPlane
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tierd.attach import AttachedClient
     from tierd.config import Settings
+    from tierd.daemon.attach import AttachedClient
 
 log = structlog.get_logger("tierd.daemon")
 

@@ -1,0 +1,432 @@
+"""One table on the GPU: kick when the row numbers are known, gather where the layer needs them.
+
+    cache = GpuCache(sets=32768, row_bytes=264)
+    table = GpuTable(cache, ChannelMap(channel, cache.device), ring=0, image=..., quota=16)
+    table.kick(ids)             # side stream: directory, miss list, doorbell
+    ...                         # the layers before
+    table.gather(ids, out)      # main stream: wait and fill, gather
+
+Both may be captured in CUDA graphs, in any number of shapes; nothing in them depends on values
+that change from step to step. Kicks run on the cache's own stream, forked from the current one
+and joined by the gather, so a captured graph holds both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tierd.errors import HookError, RowError
+from tierd.gpu import kernels_fill, kernels_gather, kernels_kick, state
+from tierd.gpu.fault import WATCH
+from tierd.gpu.ids import IdLayout, layout_of
+from tierd.gpu.ring import Lane, RingState
+from tierd.io import _core
+from tierd.types import RowFormat
+
+if TYPE_CHECKING:
+    from tierd.gpu.cache import GpuCache
+    from tierd.gpu.shared import ChannelMap
+
+FORMATS = {
+    RowFormat.E4M3_E8M0: kernels_gather.E4M3_E8M0.value,
+    RowFormat.E4M3: kernels_gather.E4M3.value,
+    RowFormat.BF16: kernels_gather.BF16.value,
+    RowFormat.RAW: kernels_gather.RAW.value,
+}
+TIMEOUT_NS = 10_000_000_000  # above take-over, retry and the next tier together
+GRACE_NS = 5_000_000_000  # what the host has to say why before the GPU traps
+# Programs, of one warp each. Few registers and few programs leave room for the engine's kernels.
+LOOKUP_ROWS = 4
+CLAIM_PROGRAMS = 264
+FILL_PROGRAMS = 528  # four per multiprocessor of an H200: one round for most steps
+GATHER_ROWS = 4
+GATHER_ROWS_SMALL = 2
+SMALL = 1024  # ids; below this, more programs are faster than fuller ones
+
+
+def pow2(n: int) -> int:
+    """Return the smallest power of two that is at least ``n``."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def gather_rows(count: int) -> int:
+    """Return how many rows one program of a gather of ``count`` ids serves."""
+    return GATHER_ROWS_SMALL if count < SMALL else GATHER_ROWS
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TableImage:
+    """What the kernels must know of an image.
+
+    Attributes:
+        number: the table's number in its cache, which is also its ring's.
+        row_lo, row_hi: the rows that this rank owns; others are served as +0 and never read.
+        canonical_zero: whether -0 becomes +0 (sharded engines).
+    """
+
+    name: str
+    number: int
+    image_id: int
+    generation: int
+    rows: int
+    dim: int
+    row_bytes: int
+    row_format: RowFormat
+    row_lo: int = 0
+    row_hi: int | None = None
+    canonical_zero: bool = False
+
+    def __post_init__(self) -> None:
+        width = {"e4m3_e8m0": self.dim + self.dim // 32, "bf16": 2 * self.dim}
+        if width.get(self.row_format, self.dim) != self.row_bytes:
+            raise HookError(
+                f"{self.name}: {self.dim} values as {self.row_format.value} do not make rows of "
+                f"{self.row_bytes} B"
+            )
+        if self.row_format == RowFormat.E4M3_E8M0 and self.dim % 32:
+            raise HookError(f"{self.name}: {self.dim} values are no whole number of 32-blocks")
+        if not 0 < self.rows <= state.ROWS_LIMIT:
+            raise HookError(f"{self.name}: {self.rows} rows; a directory word holds 2^34 - 2")
+
+    @property
+    def geometry(self) -> dict[str, int]:
+        """The compile-time numbers that every kernel of this table shares."""
+        words = int(_core.row_stride(self.row_bytes)) // 4
+        return {
+            "ROWS_PER_PAGE": int(_core.rows_per_page(self.row_bytes)),
+            "ROW_WORDS": words,
+            "BLOCK": pow2(words),
+        }
+
+    @property
+    def element(self) -> torch.dtype:
+        """How the gather reads a stored element."""
+        return torch.int16 if self.row_format == RowFormat.BF16 else torch.uint8
+
+    @property
+    def per_word(self) -> int:
+        """Stored elements in 32 bits."""
+        return 2 if self.row_format == RowFormat.BF16 else 4
+
+    def output_view(self, out: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Check ``out`` and return it as the kernels write it.
+
+        Raises:
+            HookError: another shape or dtype, or not contiguous.
+        """
+        raw = self.row_format == RowFormat.RAW
+        wanted = (torch.uint8,) if raw else (torch.bfloat16, torch.int16, torch.uint16)
+        if out.dtype not in wanted or out.shape != (*shape, self.dim) or not out.is_contiguous():
+            raise HookError(
+                f"{self.name}: the output must be contiguous {wanted[0]} of shape "
+                f"{(*shape, self.dim)}, got {out.dtype} {tuple(out.shape)}"
+                f"{'' if out.is_contiguous() else ', not contiguous'}"
+            )
+        if raw:
+            return out
+        return out.view(torch.int16 if self.row_format == RowFormat.BF16 else torch.bfloat16)
+
+
+class GpuTable:
+    """One ring of a channel and one table of a cache, driven from the GPU.
+
+    Not thread-safe: one thread enqueues an engine rank's work.
+
+    Attributes:
+        image: what is served.
+        rows_max: rows that one request may list; captured shapes must not exceed it.
+    """
+
+    def __init__(
+        self,
+        cache: GpuCache,
+        channel: ChannelMap,
+        *,
+        ring: int,
+        image: TableImage,
+        quota: int,
+        timeout_ns: int = TIMEOUT_NS,
+        first_sequence: int = 0,
+    ) -> None:
+        """Attach a ring to a cache.
+
+        Args:
+            cache: of the image's row size.
+            channel: the rank's channel, mapped for the cache's device.
+            ring: the ring's index; its table number must be the image's.
+            image: what the ring serves.
+            quota: ways per set.
+            timeout_ns: the most that a gather waits for the servers.
+            first_sequence: level at which an untouched ring starts; for tests.
+
+        Raises:
+            HookError: the parts do not fit each other.
+        """
+        if cache.row_bytes != image.row_bytes:
+            raise HookError(
+                f"{image.name}: rows of {image.row_bytes} B do not fit a cache of "
+                f"{cache.row_bytes} B rows"
+            )
+        self.image = image
+        self._cache = cache
+        self.ring = RingState(cache.device, channel, ring, image, first_sequence)
+        self.rows_max = self.ring.rows_max
+        cache.attach(image.number, quota)
+        self._timeout_ns = timeout_ns
+        self._hi = image.rows if image.row_hi is None else image.row_hi
+        self._slots = cache.slots.view(torch.int32)
+        self._elements = cache.slots.view(image.element)
+        self.lanes = [Lane(cache.device, self.rows_max) for _ in range(3)]
+        self._kicked: torch.Tensor | None = None
+        self._event: torch.cuda.Event | None = None
+        self._fault = self.ring.fault
+        self._cuda = cache.device.type == "cuda"
+        if self._cuda:
+            WATCH.add(self._fault)
+
+    # --- what an engine calls -------------------------------------------------------------------
+
+    def kick(self, ids: torch.Tensor, *, join: bool = False) -> None:
+        """Start the lookups of a step, behind what is on the current stream now.
+
+        Outside a capture the current stream waits for the lookups (microseconds; not for the
+        reads): a graph replayed later holds lookups of its own, and those of one cache must not
+        overlap. In a capture the gather joins them.
+
+        Args:
+            ids: int32 or int64 row numbers on the cache's device, any strides that collapse to
+                two dimensions. More than ``rows_max`` (outside a capture) start nothing: the
+                gather then works in sub-batches.
+            join: make the current stream wait for the kick at once, for engines that cut their
+                graphs between kick and gather.
+
+        Raises:
+            HookError: wrong dtype, device or strides, or a captured shape above ``rows_max``.
+        """
+        layout = self._accept(ids)
+        if layout.count == 0 or layout.count > self.rows_max:
+            return
+        self._launch_kick(ids, layout, self.lanes[0], drain=True, demand=False)
+        self._kicked = ids
+        if self._cuda and (join or not _capturing()):
+            self._join()
+
+    def gather(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the rows to ``out``, waiting for what is still missing.
+
+        Ids that are the kicked tensor itself cost wait-and-fill and gather; others are looked up
+        and demanded here, and counted.
+
+        Args:
+            ids: as for :meth:`kick`; more than ``rows_max`` go in overlapped sub-batches.
+            out: bf16 [*ids.shape, dim], u8 for raw tables; contiguous.
+
+        Raises:
+            HookError: as for :meth:`kick`, or a wrong ``out``.
+            RowError: in the interpreter, what a fault's reason says; on the GPU the fault watch
+                prints it and ends the process.
+        """
+        layout = self._accept(ids)
+        view = self.image.output_view(out, ids.shape)
+        if layout.count == 0:
+            return
+        if layout.count > self.rows_max:
+            self._gather_parts(ids, layout, view)
+            return
+        if not _same(self._kicked, ids):
+            self._launch_kick(ids, layout, self.lanes[0], drain=True, demand=True)
+        self._kicked = None
+        self._join()
+        self._launch_wait_fill(self.lanes[0], layout.count)
+        self._launch_gather(ids, layout, self.lanes[0], view)
+
+    def warm(self, ids: torch.Tensor) -> None:
+        """Bring rows into the cache without using them. The current stream waits for the rows.
+
+        Raises:
+            HookError: as for :meth:`kick`, or while a kick waits for its gather.
+        """
+        layout = self._accept(ids)
+        if self._kicked is not None:
+            raise HookError(f"{self.image.name}: warm comes between a kick and its gather")
+        for part in layout.parts(ids, self.rows_max):
+            self._launch_kick(*part, self.lanes[1], drain=True, demand=False)
+            with self._cache.lookups(None):
+                self._launch_wait_fill(self.lanes[1], part[1].count)
+                self._launch_finish(self.lanes[1])
+        self._event = self._record()
+        self._join()
+
+    def set_quota(self, ways: int) -> None:
+        """Change how many ways of each set this table may hold; nothing is flushed."""
+        self._cache.set_quota(self.image.number, ways)
+
+    def stats(self) -> dict[str, int]:
+        """Return RingStats' counters, exactly; waits for the GPU."""
+        values = self.ring.stats.tolist()
+        return dict(zip(state.STAT_NAMES, values, strict=False))
+
+    def raise_fault(self) -> None:
+        """Raise what a kernel has found wrong, if anything.
+
+        Raises:
+            RowError: the reason, in one line.
+        """
+        reason = self._fault.reason()
+        if reason is not None:
+            raise RowError(reason)
+
+    def close(self) -> None:
+        """Stop watching; the GPU must be done with the table."""
+        WATCH.remove(self._fault)
+
+    # --- launches -------------------------------------------------------------------------------
+
+    def _accept(self, ids: torch.Tensor) -> IdLayout:
+        layout = layout_of(ids, self._cache.device, self.image.name)
+        if layout.count > self.rows_max and self._cuda and _capturing():
+            raise HookError(
+                f"{self.image.name}: a captured step of {layout.count} rows does not fit a "
+                f"request of {self.rows_max}; raise channel.rows_max to {layout.count} or more "
+                "and start the engine again"
+            )
+        if not self._cuda:
+            self.raise_fault()
+        return layout
+
+    def _launch_kick(
+        self, ids: torch.Tensor, layout: IdLayout, lane: Lane, *, drain: bool, demand: bool
+    ) -> None:
+        ring, cache = self.ring, self._cache
+        stream = torch.cuda.current_stream(cache.device) if self._cuda else None
+        with cache.lookups(stream):
+            kernels_kick.look_up[(-(-layout.count // LOOKUP_ROWS),)](
+                ids, layout.cols, layout.stride0, layout.stride1, layout.count,
+                self.image.row_lo, self._hi, self.image.rows, self.image.number, cache.words,
+                cache.sets, cache.state, ring.words, lane.words, lane.desc, ring.missed_at,
+                ring.missed_rows, ring.fault_words, ROWS=LOOKUP_ROWS, DEMAND=demand, num_warps=1,
+            )  # fmt: skip
+            kernels_kick.claim_publish[(min(layout.count, CLAIM_PROGRAMS),)](
+                layout.count, self.image.number, cache.words, cache.sets, cache.state, ring.words,
+                lane.words, lane.desc, ring.missed_at, ring.missed_rows, ring.list_rows,
+                ring.list_slots, ring.control, ring.control64, ring.descriptors, ring.arena,
+                ring.arena_g_words, self._slots, ring.fault_words, ring.stats, ring.host_stats,
+                ring.rows_max, ring.arena_pages, ring.array_words, 0 if drain else 1, *ring.keys,
+                self._timeout_ns, GRACE_NS, **self.image.geometry, DRAIN=drain, num_warps=1,
+            )  # fmt: skip
+            self._event = self._record()
+
+    def _launch_wait_fill(self, lane: Lane, count: int) -> None:
+        ring = self.ring
+        kernels_fill.wait_fill[(min(count, FILL_PROGRAMS),)](
+            lane.words, ring.words, ring.control64, ring.list_rows, ring.list_slots, ring.arena,
+            ring.arena_g_words, self._slots, self._cache.words, ring.fault_words, ring.stats,
+            ring.rows_max, ring.arena_pages, *ring.keys, self._timeout_ns, GRACE_NS,
+            **self.image.geometry, CHECK=True, num_warps=1,
+        )  # fmt: skip
+        if not self._cuda:
+            self.raise_fault()
+
+    def _launch_gather(
+        self, ids: torch.Tensor, layout: IdLayout, lane: Lane, out: torch.Tensor
+    ) -> None:
+        ring, image = self.ring, self.image
+        shared = (
+            ids, layout.cols, layout.stride0, layout.stride1, layout.count, lane.desc,
+            self._cache.words, self._elements, out, image.number, lane.words, ring.words,
+            ring.arena, ring.arena_elements, ring.arena_g_words, ring.arena_pages,
+            ring.fault_words, ring.stats, *ring.keys, GRACE_NS,
+        )  # fmt: skip
+        rows = gather_rows(layout.count)
+        grid = (-(-layout.count // rows),)
+        options = {"ROWS": rows, "CANONICAL": image.canonical_zero, "DIM": image.dim}
+        options |= image.geometry
+        if image.row_format == RowFormat.E4M3_E8M0:
+            kernels_gather.gather_scaled[grid](
+                *shared, **options, GROUPS=pow2(image.dim // 32), num_warps=1
+            )
+        else:
+            kernels_gather.gather_plain[grid](
+                *shared, **options, WIDTH=pow2(image.dim), FORMAT=FORMATS[image.row_format],
+                PER_WORD=image.per_word, num_warps=1,
+            )  # fmt: skip
+        if not self._cuda:
+            self.raise_fault()
+
+    def _launch_finish(self, lane: Lane) -> None:
+        kernels_kick.finish_lane[(1,)](
+            lane.words, self.ring.words, self._cache.state, self.ring.control, self.image.number,
+            num_warps=1,
+        )  # fmt: skip
+
+    def _gather_parts(self, ids: torch.Tensor, layout: IdLayout, out: torch.Tensor) -> None:
+        """Work in sub-batches: the next one's reads are out while this one gathers."""
+        self._kicked = None
+        self._join()
+        # Whatever lane 0 still holds is filled and given back first.
+        self._launch_wait_fill(self.lanes[0], FILL_PROGRAMS)
+        self._launch_finish(self.lanes[0])
+        parts = layout.parts(ids, self.rows_max)
+        flat = out.view(-1, self.image.dim)
+        ahead = 1 if self._cuda else 0  # the interpreter runs one thing at a time
+        events: list[torch.cuda.Event | None] = []
+        kicked = start = 0
+        for index, part in enumerate(parts):
+            while kicked < len(parts) and kicked <= index + ahead:
+                lane = self.lanes[1 + kicked % 2]
+                self._launch_kick(*parts[kicked], lane, drain=False, demand=False)
+                events.append(self._event)
+                kicked += 1
+            self._event = events[index]
+            self._join()
+            lane = self.lanes[1 + index % 2]
+            self._launch_wait_fill(lane, part[1].count)
+            self._launch_gather(*part, lane, flat[start : start + part[1].count])
+            self._launch_finish(lane)
+            start += part[1].count
+
+    # --- streams --------------------------------------------------------------------------------
+
+    def _record(self) -> torch.cuda.Event | None:
+        """Mark this point of the stream of lookups."""
+        if not self._cuda:
+            return None
+        with self._cache.lookups(None):
+            event = torch.cuda.Event()
+            event.record()
+        return event
+
+    def _join(self) -> None:
+        """Make the current stream wait for this table's last kick, and for no other's."""
+        if self._event is not None:
+            torch.cuda.current_stream(self._cache.device).wait_event(self._event)
+            self._event = None
+
+
+def _same(kicked: torch.Tensor | None, ids: torch.Tensor) -> bool:
+    """Whether ``ids`` is the very memory that was kicked."""
+    return (
+        kicked is not None
+        and kicked.data_ptr() == ids.data_ptr()
+        and kicked.shape == ids.shape
+        and kicked.stride() == ids.stride()
+        and kicked.dtype == ids.dtype
+    )
+
+
+def _capturing() -> bool:
+    """Whether the current stream is being captured into a graph."""
+    return bool(torch.cuda.is_current_stream_capturing())
+
+
+def image_of(info: Any, number: int, **options: Any) -> TableImage:
+    """Return the kernels' view of an attached image (types.ImageInfo)."""
+    table = info.table
+    return TableImage(
+        name=info.name, number=number, image_id=info.image_id, generation=info.generation,
+        rows=table.rows, dim=table.dim, row_bytes=table.row_bytes, row_format=table.row_format,
+        **options,
+    )  # fmt: skip
