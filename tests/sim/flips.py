@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 TURNS_NS = 1_000_000
 
 
-def undetected(bits: Iterable[int] = range(8)) -> dict[str, tuple[int, int]]:
-    """Flip each bit of ``bits`` in each byte; per place (flips tried, flips nobody noticed).
+def undetected(bits: Iterable[int] = range(8), step: int = 1) -> dict[str, tuple[int, int]]:
+    """Flip each bit of ``bits`` in every byte, or in one of ``step``.
+
+    Returns per place (flips tried, flips nobody noticed).
 
     A page is read by a walker's check and by a pump that looks at every checksum.
     """
@@ -65,16 +67,16 @@ def undetected(bits: Iterable[int] = range(8)) -> dict[str, tuple[int, int]]:
             "root": (ROOT_OFFSETS[root.slot], ROOT_BYTES, loads_as_if_nothing_was),
             "extent table": (root.table_offset, root.table_bytes, loads_as_if_nothing_was),
         }
-        return {name: _flip_all(native, *place, bits) for name, place in places.items()}
+        return {name: _flip_all(native, *place, bits, step) for name, place in places.items()}
 
 
 def _flip_all(
-    native: Any, offset: int, size: int, is_fine: Callable[[], bool], bits: list[int]
+    native: Any, offset: int, size: int, is_fine: Callable[[], bool], bits: list[int], step: int
 ) -> tuple[int, int]:
     assert is_fine(), "it is not noticed because nothing works"
     byte = np.empty(1, np.uint8)
     tried = missed = 0
-    for position in range(offset, offset + size):
+    for position in range(offset, offset + size, step):
         native.peek(position, byte)
         for bit in bits:
             native.poke(position, byte ^ np.uint8(1 << bit))

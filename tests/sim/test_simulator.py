@@ -65,7 +65,8 @@ def test_crash_at_every_write(name: str) -> None:
 
 
 def test_no_flipped_bit_goes_unnoticed() -> None:
-    places = flips.undetected([5])
+    """One byte in seven here; the bench flips every bit of every byte."""
+    places = flips.undetected([5], step=7)
     assert {name: missed for name, (_, missed) in places.items()} == dict.fromkeys(places, 0)
-    assert places["root"][0] == places["page, pump"][0] == 4096
-    assert places["extent table"][0] > 500
+    assert places["root"][0] == places["page, pump"][0] == 586
+    assert places["extent table"][0] > 80
