@@ -32,12 +32,12 @@ def undetected(bits: Iterable[int] = range(8), step: int = 1) -> dict[str, tuple
     """
     bits = list(bits)
     with seams.small_sizes():
-        start = Areas.of(8 << 20)
+        areas = Areas.of(8 << 20)
     power = _core.SimPower()
     native = _core.SimDevice(
-        start.data_start + 20 * seams.UNIT_PAGES * PAGE_BYTES,
+        areas.data_start + 20 * seams.UNIT_PAGES * PAGE_BYTES,
         tables_start=seams.SIZES["RESERVED_BYTES"],
-        data_start=start.data_start,
+        data_start=areas.data_start,
         seed=1,
         power=power,
     )
@@ -67,16 +67,19 @@ def undetected(bits: Iterable[int] = range(8), step: int = 1) -> dict[str, tuple
             "root": (ROOT_OFFSETS[root.slot], ROOT_BYTES, loads_as_if_nothing_was),
             "extent table": (root.table_offset, root.table_bytes, loads_as_if_nothing_was),
         }
-        return {name: _flip_all(native, *place, bits, step) for name, place in places.items()}
+        return {
+            name: _flip_all(native, range(start, start + size, step), look, bits)
+            for name, (start, size, look) in places.items()
+        }
 
 
 def _flip_all(
-    native: Any, offset: int, size: int, is_fine: Callable[[], bool], bits: list[int], step: int
+    native: Any, place: range, is_fine: Callable[[], bool], bits: list[int]
 ) -> tuple[int, int]:
     assert is_fine(), "it is not noticed because nothing works"
     byte = np.empty(1, np.uint8)
     tried = missed = 0
-    for position in range(offset, offset + size, step):
+    for position in place:
         native.peek(position, byte)
         for bit in bits:
             native.poke(position, byte ^ np.uint8(1 << bit))
