@@ -14,12 +14,15 @@ import ast
 import sys
 import sysconfig
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tierd.gpu.engram import EngramHash, EngramLayout
+from tierd.tools.deepseek_tokens import compressed_token_map, load_tokenizer
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 SESSIONS = 256
 ENGRAM_VOCAB = 16_000_000  # the public model's: 24 columns make 384,006,168 rows
@@ -80,8 +83,6 @@ def chat(files: list[NDArray[Any]], rng: np.random.Generator, tokens: int) -> ND
 
 def generate(out: Path, steps: int = 1600) -> None:
     """Write tokens int32 [sessions, steps] of both kinds, and the compressed token map."""
-    from tierd.tools.deepseek_tokens import compressed_token_map, load_tokenizer
-
     tokenizer = load_tokenizer()
     encode = lambda text: np.array(tokenizer.encode(text).ids, np.int32)  # noqa: E731
     rng = np.random.default_rng(1)
