@@ -122,15 +122,20 @@ def imposed(made: Bed, shape: Shape, shares: tuple[float, float], steps: int) ->
     return torch.where(chosen, hot, fresh)
 
 
+def warm_up(made: Bed, ids: torch.Tensor) -> None:
+    """Bring what these steps would read into the cache, without their compute."""
+    for one in ids:
+        for n in range(2):
+            if made.quotas[n]:
+                made.tables[n].warm(one[n])
+
+
 def play(step: Step, ids: torch.Tensor, held: Held, warm: int) -> dict[str, Any]:
     """Replay both graphs on the same ids; the first `warm` steps only warm the cache."""
     times: dict[str, list[float]] = {"ours": [], "dram": []}
     differing = 0
     before: list[dict[str, int]] = []
-    for at in range(warm - SETTLE):
-        for n in range(2):
-            if step.made.quotas[n]:
-                step.made.tables[n].warm(ids[at, n])
+    warm_up(step.made, ids[: max(0, warm - SETTLE)])
     for at in range(max(0, warm - SETTLE), len(ids)):
         for n in range(2):
             step.ids[n].copy_(ids[at, n])

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tierd.gpu.engram import EngramHash, EngramLayout
+from tierd.tools.deepseek_tokens import compressed_token_map, load_tokenizer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -82,8 +83,6 @@ def chat(files: list[NDArray[Any]], rng: np.random.Generator, tokens: int) -> ND
 
 def generate(out: Path, steps: int = 1600) -> None:
     """Write tokens int32 [sessions, steps] of both kinds, and the compressed token map."""
-    from tierd.tools.deepseek_tokens import compressed_token_map, load_tokenizer
-
     tokenizer = load_tokenizer()
     encode = lambda text: np.array(tokenizer.encode(text).ids, np.int32)  # noqa: E731
     rng = np.random.default_rng(1)

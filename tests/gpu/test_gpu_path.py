@@ -1,0 +1,84 @@
+"""The GPU path on a GPU: captured steps against plain torch, and how a fault ends a process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from bench.gpu_rig import bed, graph_of
+from bench.gpu_rows import compared, replayed, stress
+from tierd.errors import HookError
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+
+def test_rows_under_evictions() -> None:
+    assert compared(steps=100)["differing"] == 0
+
+
+def test_replays_with_resizes_and_quota_moves() -> None:
+    assert replayed(replays=500)["wrong"] == 0
+
+
+def test_stress_of_four_sets() -> None:
+    assert stress(lookups=2_000_000)["wrong"] == 0
+
+
+def test_warm_and_then_replay() -> None:
+    """Eager lookups and a graph's own must not overlap."""
+    with bed(pages=8192, sets=1024) as made:
+        ids, out = torch.zeros(768, dtype=torch.int64, device="cuda"), made.outputs(768)
+
+        def step() -> None:
+            made.tables[0].kick(ids)
+            made.tables[0].gather(ids, out)
+
+        graph = graph_of(step)
+        for part in torch.arange(20_000, device="cuda").split(2048):
+            made.tables[0].warm(part)
+        ids.copy_(torch.randint(0, made.rows, (768,), device="cuda"))
+        graph.replay()
+        assert made.differing(0, ids, out) == 0
+
+
+def test_prefill_in_parts() -> None:
+    with bed(pages=8192, sets=256, rows_max=1024) as made:
+        ids, out = torch.randint(0, made.rows, (10_000,), device="cuda"), made.outputs(10_000)
+        made.tables[1].gather(ids, out)
+        assert made.differing(1, ids, out) == 0
+
+
+def test_a_captured_shape_beyond_a_request_is_refused() -> None:
+    with bed(pages=1024, sets=64, rows_max=256) as made:
+        ids = torch.zeros(512, dtype=torch.int64, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        refused = pytest.raises(HookError, match=r"raise channel\.rows_max to 512")
+        with refused, torch.cuda.graph(graph):
+            made.tables[0].kick(ids)
+
+
+FAULT = """
+import torch
+from bench.gpu_rig import Bed
+made = Bed(pages=1024, sets=64, rows_max=256)
+ids = torch.full((8,), -5, dtype=torch.int64, device="cuda")
+made.tables[0].kick(ids)
+made.tables[0].gather(ids, made.outputs(8))
+torch.cuda.synchronize()
+print("went on")
+"""
+
+
+def test_a_fault_ends_the_process_with_its_reason() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FAULT], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 70
+    assert "row -5 is outside the table" in done.stderr
+    assert "went on" not in done.stdout
