@@ -1,0 +1,130 @@
+"""What every command uses: the root group, options, output, errors for people.
+
+An error meant for the user is one line and an exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tierd import __version__
+from tierd.errors import TierdError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tierd.config import Loaded
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+class Failure(click.ClickException):
+    """A user's error: one line, no usage text, no traceback."""
+
+    def __init__(self, error: TierdError) -> None:
+        super().__init__(str(error))
+        self.__dict__["exit_code"] = error.exit_code  # click declares it for the class
+
+    def show(self, file: Any = None) -> None:
+        """Print the one line on the error stream."""
+        del file
+        click.echo(f"tierd: {self.message}", err=True)
+
+
+class Group(click.Group):
+    """A group whose commands may raise TierdError."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; a TierdError ends it with its line and exit code."""
+        try:
+            return super().invoke(ctx)
+        except TierdError as error:
+            raise Failure(error) from None
+
+
+class Size(click.ParamType[int]):
+    """A number of bytes, as people write it: 512MiB, 4GiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Bytes of ``value``."""
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d+)\s*([KMGT]?)(iB|B)?", value.strip(), re.IGNORECASE)
+        if match is None:
+            self.fail(f"{value!r} is not a size; write 512MiB or 4GiB", param, ctx)
+        return int(match[1]) * _UNITS[match[2].upper()]
+
+
+config_option = click.option(
+    "--config",
+    "config_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Configuration file; default TIERD_CONFIG, else /etc/tierd/tierd.toml.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+api_option = click.option(
+    "--api-socket", metavar="PATH", help="The daemon's REST socket; default api.socket."
+)
+
+
+def device_option(*, required: bool) -> Callable[[Any], Any]:
+    """``--device``."""
+    return click.option(
+        "--device",
+        "device",
+        required=required,
+        metavar="DEVICE",
+        help="Block device or file made ready with `tierd format`.",
+    )
+
+
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="tierd")
+def cli() -> None:
+    """Serve the lookup tables of large language models from disk, bit-exact.
+
+    Get going: format a device, stage a checkpoint's tables on it, serve them, run an engine:
+
+    \b
+      tierd format /srv/tierd.img --size 4GiB
+      tierd stage CHECKPOINT --device /srv/tierd.img
+      tierd serve --device /srv/tierd.img
+      tierd run -- python script.py
+    """  # noqa: D301 - click wants the backspace itself
+
+
+def load(config_path: Path | None) -> Loaded:
+    """The configuration in force; ConfigError when it cannot be used."""
+    from tierd import config
+
+    return config.load(config_path)
+
+
+def ask(api_socket: str | None, config_path: Path | None, resource: str) -> dict[str, Any]:
+    """The running daemon's answer to GET ``resource``."""
+    from tierd.api import rest_client
+
+    path = Path(api_socket) if api_socket else load(config_path).settings.paths.api_socket
+    return rest_client.get(path, resource)
+
+
+def absolute(path: str | None) -> str | None:
+    """``path`` from the root, as the daemon needs it."""
+    return None if path is None else str(Path(path).absolute())
+
+
+def print_json(value: object) -> None:
+    """The one JSON object that ``--json`` promises."""
+    click.echo(json.dumps(value, indent=2, default=str))
+
+
+def main() -> None:
+    """Entry point of the ``tierd`` script."""
+    cli.main(prog_name="tierd")

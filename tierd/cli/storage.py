@@ -1,0 +1,167 @@
+"""Commands on devices and the images they hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tierd.cli.base import (
+    Size,
+    api_option,
+    ask,
+    cli,
+    config_option,
+    device_option,
+    json_option,
+    load,
+    print_json,
+)
+from tierd.errors import ConfigError
+
+
+@cli.command("format")
+@click.argument("device")
+@click.option("--size", type=Size(), help="Make a file of this size, such as 4GiB.")
+@click.option(
+    "--force",
+    metavar="NAME",
+    help="Overwrite what the device holds; NAME is the device's own path, typed again.",
+)
+@json_option
+def format_(device: str, size: int | None, force: str | None, as_json: bool) -> None:
+    """Make DEVICE (a block device or a file) ready for images."""
+    from tierd.tools import offline
+
+    result = offline.format_device(device, size=size, force=force)
+    if as_json:
+        print_json(result)
+        return
+    click.echo(f"{result['device']}: ready, {result['size_bytes']:,} bytes, uuid {result['uuid']}")
+    if not result["direct"]:
+        click.echo(f"note: reads go through the page cache: {result['direct_reason']}")
+
+
+@cli.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@device_option(required=True)
+@click.option("--model", help="Name of the images' model; default: the checkpoint's directory.")
+@click.option("--tensor", "tensors", multiple=True, help="Take this tensor as a table; repeatable.")
+@click.option("--table", "tables", multiple=True, help="Stage only this table; repeatable.")
+@config_option
+@json_option
+def stage(
+    checkpoint: Path,
+    device: str,
+    model: str | None,
+    tensors: tuple[str, ...],
+    tables: tuple[str, ...],
+    config_path: Path | None,
+    as_json: bool,
+) -> None:
+    """Copy the lookup tables of CHECKPOINT (a directory) to a device.
+
+    A table that is there already, from the same bytes, is left as it is.
+    """
+    from tierd.tools import offline
+
+    results = offline.stage(
+        checkpoint, device, model=model, tensors=tensors, tables_wanted=tables, quiet=as_json
+    )
+    _remember_staged(results, device, config_path)
+    if as_json:
+        print_json({"images": results})
+        return
+    for result in results:
+        what = (
+            "is there already"
+            if not result["written_bytes"]
+            else (f"staged, {result['written_bytes']:,} bytes in {result['seconds']:.1f} s")
+        )
+        click.echo(f"{result['name']}: {result['rows']:,} rows, {what}")
+
+
+@cli.command()
+@click.argument("images", nargs=-1, metavar="[IMAGE]...")
+@device_option(required=True)
+@click.option(
+    "--full", is_flag=True, help="Every page's CRC, every tag, and the digest of all rows."
+)
+@click.option(
+    "--checkpoint",
+    type=click.Path(path_type=Path),
+    help="Compare rows with this checkpoint's.",
+)
+@click.option(
+    "--sample", default=200, show_default=True, type=click.IntRange(1), help="Rows a table."
+)
+@json_option
+def verify(
+    images: tuple[str, ...],
+    device: str,
+    full: bool,
+    checkpoint: Path | None,
+    sample: int,
+    as_json: bool,
+) -> None:
+    """Check images on a device; all of them, or those named MODEL/TABLE."""
+    from tierd.tools import offline
+
+    reports = offline.verify(
+        device, images, full=full, checkpoint=checkpoint, sample=sample, quiet=as_json
+    )
+    if as_json:
+        print_json({"images": [report.to_json() for report in reports]})
+    else:
+        for report in reports:
+            rows = f", {report.rows_compared:,} rows compared" if checkpoint else ""
+            digest = ", digest of all rows right" if report.digest_ok else ""
+            found = f"{report.pages_checked:,} pages checked{rows}{digest}" if report.ok else "BAD"
+            click.echo(f"{report.image}: {found}")
+    for report in reports:
+        report.require_ok(device)
+
+
+@cli.command()
+@device_option(required=False)
+@api_option
+@config_option
+@json_option
+def images(
+    device: str | None, api_socket: str | None, config_path: Path | None, as_json: bool
+) -> None:
+    """List images: those a daemon serves, or with --device those on a device."""
+    if device is not None:
+        from tierd.tools import offline
+
+        listed = offline.images(device)
+    else:
+        listed = ask(api_socket, config_path, "/v1/images")["images"]
+    if as_json:
+        print_json({"images": listed})
+        return
+    if not listed:
+        click.echo("no images; run: tierd stage CHECKPOINT --device DEVICE")
+        return
+    from tierd.tools import show
+
+    show.images(listed)
+
+
+def _remember_staged(results: list[dict[str, Any]], device: str, config_path: Path | None) -> None:
+    """Tell history, if there is a place for it: staging needs neither it nor a configuration."""
+    from tierd.catalog import Catalog
+
+    try:
+        paths = load(config_path).settings.paths
+    except ConfigError as error:
+        click.echo(f"note: history does not learn of this: {error}", err=True)
+        return
+    if not paths.state_dir.is_dir():
+        return
+    catalog = Catalog(paths.catalog)
+    for result in results:
+        if result["written_bytes"]:
+            catalog.record("staged", result["name"], device=device, **result)
+    catalog.close()
