@@ -130,7 +130,9 @@ def test_no_word_of_the_workshop_in_the_tree() -> None:
 
 def test_every_module_is_used() -> None:
     """A module that nothing imports, and that is no entry point, is dead."""
-    entry_points = {"tierd.cli.__main__", "tierd.hook.site.sitecustomize", "tierd.tools.demo_generate"}
+    entry_points = {
+        *("tierd.cli.__main__", "tierd.hook.site.sitecustomize", "tierd.tools.demo_generate")
+    }
     everything = "\n".join(
         p.read_text(errors="ignore") for p in tracked() if p.suffix in {".py", ".toml", ""}
     )
