@@ -21,12 +21,15 @@ META_LIMIT = 1  # of one kind in roots, and one in tables
 META_READS_MAX = 3  # kinds of passing faults in each; the store reads again more often than that
 QUIET_SHARE = 0.1  # runs with power cuts only
 DATA_SHARE, META_SHARE = 0.3, 0.15  # how likely a kind is on
+FOCUS_SHARE = 0.35  # devices on which one kind of fault in the data is frequent
+FOCUS_RATE, FOCUS_LIMIT = (20_000, 100_000), 40
 
 
 def arm(native: Any, chance: random.Random) -> None:
     """Set a device's faults for this run."""
     if chance.random() < QUIET_SHARE:
         return
+    focus = chance.choice(KINDS) if chance.random() < FOCUS_SHARE else None
     passing = dict.fromkeys(ZONES, 0)
     for kind in chance.sample(KINDS, len(KINDS)):
         for zone in ZONES:
@@ -41,6 +44,9 @@ def arm(native: Any, chance: random.Random) -> None:
             rate = round(low * (high / low) ** chance.random())
             limit = chance.randint(1, DATA_LIMIT) if zone == "data" else META_LIMIT
             native.set_fault(_core.SimFault[kind], _core.SimZone[zone], rate, limit)
+    if focus is not None:
+        rate = chance.randint(*FOCUS_RATE)
+        native.set_fault(_core.SimFault[focus], _core.SimZone.data, rate, FOCUS_LIMIT)
 
 
 def reached(native: Any) -> dict[tuple[str, str], int]:

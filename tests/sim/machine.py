@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tests.sim.model import trailer_of
 from tierd.io import _core
+from tierd.io.device import PAGE_BYTES
 from tierd.io.layout import occupied
 from tierd.io.store import Store
 
@@ -102,8 +104,8 @@ class Ring:
     Attributes:
         kicked: ids that a twin was last kicked with.
         outstanding: sequences and pages of a raw client's requests.
-        faulty: per image page asked for since the last answer, the device's count of faulty reads
-            of it when it was asked for.
+        faulty: per image page asked for since the last answer, the device's counts of faulty and
+            of flipped reads of it when it was asked for.
     """
 
     store: int
@@ -114,7 +116,7 @@ class Ring:
     control: NDArray[np.uint8]
     twin: Any = None
     raw: Any = None
-    faulty: dict[int, int] = dataclasses.field(default_factory=dict)
+    faulty: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
     outstanding: list[tuple[int, NDArray[np.uint32]]] = dataclasses.field(default_factory=list)
     kicked: NDArray[np.int64] | None = None
     short_timeout: bool = False
@@ -140,14 +142,30 @@ class Ring:
     def watch(self, pages: NDArray[Any]) -> None:
         """Remember how often these pages' reads were faulty before they are read now."""
         for page in np.unique(pages).tolist():
-            self.faulty.setdefault(page, self._faulty_reads(page))
+            self.faulty.setdefault(page, self._counts(page))
 
     def faults_since(self) -> int:
         """The most faulty reads that any watched page has had."""
-        return max((self._faulty_reads(page) - n for page, n in self.faulty.items()), default=0)
+        return max((self._counts(page)[0] - n[0] for page, n in self.faulty.items()), default=0)
 
-    def _faulty_reads(self, page: int) -> int:
-        return int(self.native.faulty_reads(int(self.device_pages[page])))
+    def bits_since(self) -> bool:
+        """Whether a watched page may have come with wrong bits and right identity and number.
+
+        A pump that looks at no checksum lets only those through to the tags.
+        """
+        return any(
+            self._counts(page)[1] > n[1] or (self.damaged(page) and self._is_itself(page))
+            for page, n in self.faulty.items()
+        )
+
+    def _counts(self, page: int) -> tuple[int, int]:
+        place = int(self.device_pages[page])
+        return int(self.native.faulty_reads(place)), int(self.native.flipped_reads(place))
+
+    def _is_itself(self, page: int) -> bool:
+        found = np.empty(PAGE_BYTES, np.uint8)
+        self.native.peek(int(self.device_pages[page]) * PAGE_BYTES, found)
+        return found[-32:-4].tobytes() == trailer_of(self.known, page)
 
     def damaged(self, page: int) -> bool:
         return bool(self.native.damaged(int(self.device_pages[page])))

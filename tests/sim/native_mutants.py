@@ -150,6 +150,19 @@ NATIVE_MUTANTS = (
         "table->map = ExtentMap(MUTANT && !tables_.empty() ? first_extents_ : spec.extents);\n"
         "    if (tables_.empty()) first_extents_ = spec.extents;",
     ),
+    NativeMutant(
+        "channel of a client that left still mapped",
+        "pump_control.cc",
+        "if (base != nullptr) munmap(base, map_bytes);",
+        "if (base != nullptr && !MUTANT) munmap(base, map_bytes);",
+    ),
+    NativeMutant(
+        "memory of rings not given back",
+        "pump_control.cc",
+        "    ~ServedChannel() {\n",
+        "    ~ServedChannel() {\n        if (MUTANT)\n"
+        "            for (auto& ring : rings) (void)ring.release();\n",
+    ),
 )
 # What the mutants above need besides.
 SUPPORT = (

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import struct
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,15 @@ def one_root_slot() -> Any:
     shim = types.SimpleNamespace(**vars(dataclasses))
     shim.replace = replace
     return _patched((store, "dataclasses", shim))
+
+
+def root_crc_unchecked() -> Any:
+    unpack = superblock.Root.unpack.__func__  # type: ignore[attr-defined]
+
+    def trusting(cls: Any, data: bytes, slot: int) -> Any:
+        return unpack(cls, data[:-4] + struct.pack("<I", superblock.crc(data[:-4])), slot)
+
+    return _patched((superblock.Root, "unpack", classmethod(trusting)))
 
 
 def table_crc_unchecked() -> Any:
@@ -218,6 +228,12 @@ def verification_without_crc() -> Any:
     return _patched((walker, "_core", shim))
 
 
+def lease_of_a_verification_kept() -> Any:
+    shim = types.SimpleNamespace(**vars(os))
+    shim.close = lambda _: None
+    return _patched((walker, "os", shim))
+
+
 STORAGE_MUTANTS: tuple[Callable[[], Any], ...] = (
     no_flush_at_all,
     no_flush_before_the_root,
@@ -225,6 +241,7 @@ STORAGE_MUTANTS: tuple[Callable[[], Any], ...] = (
     both_roots_at_once,
     oldest_root_chosen,
     one_root_slot,
+    root_crc_unchecked,
     table_crc_unchecked,
     roots_looked_at_once,
     commit_not_read_back,
@@ -237,4 +254,5 @@ STORAGE_MUTANTS: tuple[Callable[[], Any], ...] = (
     extents_never_released,
     second_writer_let_in,
     verification_without_crc,
+    lease_of_a_verification_kept,
 )

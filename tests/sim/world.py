@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.sim import faults, seams
+from tests.sim import audit, faults, seams
 from tests.sim.machine import Client, Daemon
 from tests.sim.model import (
     State,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 DEVICES_MAX = 3
 UNITS = (24, 64)  # data units of a device, low and high
 OPEN_ATTEMPTS = 4  # with faults on; then the operator mends what can be mended
-CUT_SHARE = 0.25  # of the changes to a store are cut off
+CUT_SHARE = 0.35  # of the changes to a store are cut off
 POWER_SHARE = 0.6  # of the cuts take the whole machine down, others the daemon alone
 LOSSES = ("random", "random", "random", "torn", "torn", "torn", "all", "none", "first", "last")
 
@@ -68,12 +68,16 @@ class World:
         self.crc_sample = chance.choice((0, 1, 4, 16))
         self.clients: list[Client] = []
         self.counters: dict[str, int] = {}
-        for path in host.paths:
+        self.decayed: set[int] = set()
+
+    def begin(self) -> None:
+        """Format the devices, switch their faults on and start a daemon."""
+        for path in self.host.paths:
             Store.format(path).close()
         for model in self.models:
             model.settle(State())
-        for native in host.natives:
-            faults.arm(native, chance)
+        for native in self.host.natives:
+            faults.arm(native, self.chance)
         self.start()
 
     # --- the book --------------------------------------------------------------------------------
@@ -120,6 +124,7 @@ class World:
         else:
             raise Violation("durability", "the daemon does not start although nothing is wrong")
         for number in range(len(self.models)):
+            self._check_roots(number)
             self.resolve(number)
         self._welcome_back()
 
@@ -177,6 +182,19 @@ class World:
         self.drop_clients()
         self.host.power_up(_core.SimLoss[loss])
 
+    def decay(self) -> None:
+        """A bit of the newest root of a device, or of its table, rots; once in a run."""
+        number = self.chance.randrange(len(self.models))
+        native = self.host.natives[number]
+        whole = [slot for slot in audit.slots(native) if slot.whole]
+        if number in self.decayed or not whole:
+            return
+        self.decayed.add(number)
+        newest = max(whole, key=lambda slot: slot.sequence)
+        place = self.chance.choice((newest.place, newest.table_place))
+        self.log(f"a bit rots at byte {place} of device {number}")
+        native.rot(place // PAGE_BYTES)
+
     # --- clients ---------------------------------------------------------------------------------
 
     def drop_clients(self) -> None:
@@ -203,20 +221,20 @@ class World:
     # --- changes ---------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def change(self, number: int, states: list[State]) -> Iterator[Change]:
+    def change(self, number: int, states: list[State], operations: int) -> Iterator[Change]:
         """Make a change that leads through ``states``; the model follows what came of it.
 
         A change that succeeds ends in the last state. One that fails or is cut off ends in any of
-        them, or where it began.
+        them, or where it began. ``operations`` is about how many writes and flushes it makes.
         """
         model, native = self.models[number], self.host.natives[number]
         change = Change(states)
         before, marks = self.faults_so_far(), faults.marks(native)
         if self.chance.random() < CUT_SHARE:
             if self.chance.random() < 0.5:
-                self.host.power.cut_after(self.chance.randint(0, 14))
+                self.host.power.cut_after(self.chance.randint(0, operations))
             else:
-                self.host.power.cut_after_flushes(self.chance.randint(0, 7))
+                self.host.power.cut_after_flushes(self.chance.randint(0, operations // 2))
         try:
             yield change
         except PowerCut:
@@ -253,6 +271,18 @@ class World:
             raise Violation("durability", f"a change failed without a fault: {error}")
 
     # --- what must hold of a store ---------------------------------------------------------------
+
+    def _check_roots(self, number: int) -> None:
+        """A store that was just opened believed nothing damaged, and says what it found."""
+        store, native = self.running().stores[number], self.host.natives[number]
+        # A read of a table that brings what lay there before is as good as any, once.
+        stale = native.counts()["stale_read"][faults.ZONES.index("tables")]
+        for slot in audit.slots(native):
+            if slot.written and not slot.whole and not store.note:
+                raise Violation("silence", f"device {number}: a damaged root, and not a word")
+            believed = slot.whole and slot.sequence == store.sequence and not stale
+            if believed and not slot.table_whole:
+                raise Violation("silence", f"device {number}: a damaged table was believed")
 
     def resolve(self, number: int) -> None:
         """Find the state that the store is in among those it may be in, and check it."""
