@@ -277,9 +277,14 @@ class World:
         store, native = self.running().stores[number], self.host.natives[number]
         # A read of a table that brings what lay there before is as good as any, once.
         stale = native.counts()["stale_read"][faults.ZONES.index("tables")]
-        for slot in audit.slots(native):
+        found = audit.slots(native)
+        for slot in found:
             if slot.written and not slot.whole and not store.note:
                 raise Violation("silence", f"device {number}: a damaged root, and not a word")
+        newest = max((s for s in found if s.whole), key=lambda slot: slot.sequence, default=None)
+        if newest and not newest.table_whole and faults.marks(native) == 0:
+            raise Violation("durability", f"device {number}: a root came before its table")
+        for slot in found:
             believed = slot.whole and slot.sequence == store.sequence and not stale
             if believed and not slot.table_whole:
                 raise Violation("silence", f"device {number}: a damaged table was believed")

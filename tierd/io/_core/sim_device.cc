@@ -14,6 +14,8 @@
 #include <system_error>
 #include <utility>
 
+#include "page.h"
+
 namespace tierd {
 namespace {
 
@@ -21,6 +23,7 @@ constexpr std::uint32_t kMillion = 1'000'000;
 constexpr std::uint32_t kDelayTurnsMin = 20;  // of a slow read
 constexpr std::uint32_t kDelayTurnsMax = 200;
 constexpr std::uint64_t kNeighbours = 8;  // pages away that a misdirected access mostly lands
+constexpr int kLookAlikeDraws = 100;
 constexpr int kFlipDraws = 4;             // for a byte that is not zero
 
 std::uint64_t page_of(std::uint64_t offset) { return offset / kPageBytes; }
@@ -193,9 +196,33 @@ void SimDevice::hurt_in_flight(std::uint64_t page, std::uint64_t offset, std::ui
     }
 }
 
-// Another place of `size` bytes: a near one, the same place in a near stripe, or anywhere.
+// A page of the same number in another image or generation, or `page` if none was met: where a
+// misdirected access does the most harm.
+std::uint64_t SimDevice::look_alike(std::uint64_t page) {
+    const auto trailer = [this](std::uint64_t number) {
+        PageTrailer found;
+        const std::uint8_t* end = volatile_.data + (number + 1) * kPageBytes;
+        std::memcpy(&found, end - kTrailerBytes, kTrailerBytes);
+        return found;
+    };
+    const PageTrailer own = trailer(page);
+    const std::uint64_t first = page_of(data_start_);
+    for (int draw = 0; draw < kLookAlikeDraws && own.magic == kPageMagic; ++draw) {
+        const std::uint64_t other = first + random_.below(page_of(bytes_) - first);
+        const PageTrailer its = trailer(other);
+        if (other != page && its.magic == kPageMagic && its.page == own.page) return other;
+    }
+    return page;
+}
+
+// Another place of `size` bytes: a near one, the same place in a near stripe, one that looks alike,
+// or anywhere.
 std::uint64_t SimDevice::misdirect(std::uint64_t offset, std::uint64_t size) {
     const std::uint64_t page = page_of(offset);
+    if (random_.one_in(3)) {
+        const std::uint64_t alike = look_alike(page);
+        if (alike != page) return alike * kPageBytes;
+    }
     const std::uint64_t last = page_of(bytes_ - size);
     const std::uint64_t step = random_.one_in(2) ? kNeighbours : 1;
     const std::uint64_t low = page > kNeighbours * step ? page - kNeighbours * step : page % step;

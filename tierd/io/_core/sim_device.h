@@ -202,6 +202,7 @@ class SimDevice {
     void remember(std::uint64_t offset, std::uint64_t size, bool discard);
     std::uint64_t byte_to_flip(const std::uint8_t* bytes, std::uint64_t size);
     void put_torn(std::uint64_t offset, const std::uint8_t* source, std::uint64_t size);
+    std::uint64_t look_alike(std::uint64_t page);
     std::uint64_t misdirect(std::uint64_t offset, std::uint64_t size);
     void harden(const Pending& write);
     void harden_torn(const Pending& write);
