@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import multiprocessing
 import time
 import traceback
@@ -48,6 +49,8 @@ def run_seed(seed: int) -> Outcome:
     outcome = Outcome(seed)
     descriptors = leaks.descriptors()
     _run(seed, outcome)
+    if outcome.kind or leaks.descriptors() != descriptors:
+        gc.collect()  # an exception and its frames may hold on to the machine
     if not outcome.kind:
         text = _WATCH.after_run()
         left = leaks.descriptors() - descriptors
