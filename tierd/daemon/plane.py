@@ -142,11 +142,9 @@ class DataPlane:
         self._loads.append(0)
         devices = {}
         for store in self.stores:
-            fd = store.device.readonly_fd()
-            try:
-                devices[id(store)] = pump.add_device(fd)
-            finally:
-                os.close(fd)
+            # The exclusive descriptor itself: the kernel lets a successor have the device once
+            # no read through it is in flight, which is what makes its open a drain fence.
+            devices[id(store)] = pump.add_device(store.device.fileno())
         for image in self.images.values():
             table = pump.add_table(
                 image_id=image.info.image_id,

@@ -17,6 +17,7 @@
 #include <system_error>
 #include <utility>
 
+#include "channel.h"
 #include "pump.h"
 #include "reader_sim.h"
 
@@ -29,6 +30,10 @@ void require(bool condition, const std::string& what) {
 
 [[noreturn]] void refuse_system(const char* what) {
     throw std::system_error(errno, std::generic_category(), what);
+}
+
+std::uint64_t deadline_of(std::uint64_t timeout_ns) {
+    return timeout_ns == kForever ? kForever : monotonic_ns() + timeout_ns;
 }
 
 void require_range(const char* name, std::uint32_t value, std::uint32_t low, std::uint32_t high) {
@@ -44,6 +49,7 @@ void check_options(const PumpOptions& o) {
     require_range("queue_depth", o.queue_depth, 1, kQueueDepthMax);
     require_range("read_threads", o.read_threads, 1, kReadThreadsMax);
     require(o.park_us != 0, "park_us must be at least 1");
+    require_range("suspect_ms", o.suspect_ms, 1, 10'000);
     if (o.cpu < 0) return;
     cpu_set_t allowed;
     CPU_ZERO(&allowed);
@@ -87,9 +93,11 @@ struct Pump::ServedChannel {
 
 Pump::Pump(const PumpOptions& options, const ReaderFactory& factory)
     : options_(options),
-      spin_ns_(static_cast<std::uint64_t>(options.spin_us) * 1000),
+      // A guardian never spins: the engine's cores are the engine's.
+      spin_ns_(options.guardian ? 0 : static_cast<std::uint64_t>(options.spin_us) * 1000),
       park_ns_(static_cast<std::uint64_t>(options.park_us) * 1000),
-      simulated_(options.transport == "simulated") {
+      simulated_(options.transport == "simulated"),
+      suspect_ns_(std::uint64_t{options.suspect_ms} * 1'000'000) {
     check_options(options_);
     wake_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (wake_fd_ < 0) refuse_system("eventfd");
@@ -158,23 +166,30 @@ void Pump::start() {
     running_ = true;
 }
 
-void Pump::stop() {
+bool Pump::stop(std::uint64_t timeout_ns) {
+    const std::uint64_t deadline = deadline_of(timeout_ns);
     std::vector<std::uint32_t> open;
     {
         const std::lock_guard control(control_mutex_);
-        if (stopped_) return;
+        if (ended_) return true;
         stopped_ = true;
         for (auto& [number, channel] : channels_) {
-            if (channel->closing) continue;  // whoever removes it finishes
             channel->closing = true;
             open.push_back(number);
         }
     }
+    // All of them first, so that one that hangs does not keep the others from being let go of.
+    for (const std::uint32_t number : open)
+        if (drain(number, 0)) forget_channel(number);
     for (const std::uint32_t number : open) {
-        call([this, number] { return drain_channel(number); });
+        if (!drain(number, deadline)) return false;
         forget_channel(number);
     }
-    call([this] { return rings_.empty() ? Progress::finished : Progress::waiting; });
+    {
+        const std::lock_guard control(control_mutex_);
+        if (ended_) return true;  // by another caller
+        ended_ = true;
+    }
     exit_.store(true, std::memory_order_release);
     ring_eventfd(wake_fd_);
     if (thread_.joinable()) thread_.join();
@@ -187,6 +202,20 @@ void Pump::stop() {
     }
     commands_.clear();
     command_done_.notify_all();
+    return true;
+}
+
+void Pump::leave() {
+    call([this] {
+        leaving_ = true;
+        for (ServerRing* ring : rings_) store_release(ring->control().leaving.value, 1);
+        return Progress::finished;
+    });
+}
+
+void Pump::alarm() {
+    alarm_.store(true, std::memory_order_release);
+    ring_eventfd(wake_fd_);
 }
 
 void Pump::call(const Step& step) {
@@ -206,7 +235,7 @@ void Pump::call(const Step& step) {
 void Pump::abandon() {
     if (!simulated_) throw std::runtime_error("only a simulated pump can be abandoned");
     if (stopped_) return;
-    stopped_ = true;
+    stopped_ = ended_ = true;
     reader_->end();
     for (ServerRing* ring : rings_) heap_.remove(ring);
     rings_.clear();
@@ -302,8 +331,9 @@ std::uint32_t Pump::add_channel(int fd) {
     std::memcpy(&channel->header, channel->base, sizeof(ChannelHeader));
     const ChannelHeader& header = channel->header;
     require(header.magic == kChannelMagic, "channel: the header has no magic");
-    require(header.abi == kChannelAbi, "channel: ABI " + std::to_string(header.abi) +
-                                           ", this pump serves " + std::to_string(kChannelAbi));
+    require(header.abi >= kChannelAbiOldest && header.abi <= kChannelAbi,
+            "channel: ABI " + std::to_string(header.abi) + ", this pump serves " +
+                std::to_string(kChannelAbiOldest) + " to " + std::to_string(kChannelAbi));
     require(header.total_bytes >= sizeof(ChannelHeader) && header.total_bytes <= size,
             "channel: the header says " + std::to_string(header.total_bytes) +
                 " bytes, the memfd has " + std::to_string(size));
@@ -332,15 +362,18 @@ void Pump::add_ring(std::uint32_t channel, std::uint32_t ring, std::uint32_t tab
     require(ring_count_ < kPumpRingsMax,
             "a pump serves at most " + std::to_string(kPumpRingsMax) + " rings");
     const RingView view(owner.base, owner.header.total_bytes, owner.header.rings[ring]);
-    auto made = std::make_unique<ServerRing>(view, served->second.get());
+    auto made = std::make_unique<ServerRing>(
+        view, served->second.get(), options_.guardian ? Owner::guardian : Owner::daemon);
     made->channel = channel;
     made->number = ring;
     made->table_number = table;
     made->order = next_order_++;
     // Here rather than on the pump's thread: allocating and zeroing the pages is the slow part of
     // registering them. Where it is refused, registering does it.
-    madvise(view.arena_d, static_cast<std::size_t>(view.arena_pages) * kPageBytes,
-            MADV_POPULATE_WRITE);
+    // A guardian registers nothing, and its arena costs no memory before it is needed.
+    if (!options_.guardian)
+        madvise(view.arena_d, static_cast<std::size_t>(view.arena_pages) * kPageBytes,
+                MADV_POPULATE_WRITE);
     owner.rings.push_back(std::move(made));
     ++served->second->rings;
     ++ring_count_;
@@ -351,6 +384,10 @@ void Pump::add_ring(std::uint32_t channel, std::uint32_t ring, std::uint32_t tab
 
 // On the pump's thread: registers arena D, one chunk a round, then serves the ring.
 Pump::Progress Pump::join_ring(ServerRing& ring, std::uint32_t& registered) {
+    if (options_.guardian) {
+        start_guarding(ring);
+        return Progress::finished;
+    }
     const std::uint32_t pages = ring.view().arena_pages;
     const std::uint32_t chunks = (pages + kChunkPages - 1) / kChunkPages;
     if (registered == 0) {
@@ -374,20 +411,33 @@ Pump::Progress Pump::join_ring(ServerRing& ring, std::uint32_t& registered) {
     }
     rings_.push_back(&ring);
     gpu_rings_ += (ring.view().flags & kRingFlagGpu) != 0;
+    store_release(ring.control().leaving.value, leaving_ ? 1 : 0);
     ring.adopt();
     return Progress::finished;
 }
 
-void Pump::remove_channel(std::uint32_t channel) {
+bool Pump::remove_channel(std::uint32_t channel, std::uint64_t timeout_ns) {
+    const std::uint64_t deadline = deadline_of(timeout_ns);
     {
         const std::lock_guard control(control_mutex_);
         const auto at = channels_.find(channel);
-        require(at != channels_.end() && !at->second->closing,
-                "there is no channel " + std::to_string(channel));
+        require(at != channels_.end(), "there is no channel " + std::to_string(channel));
         at->second->closing = true;
     }
-    call([this, channel] { return drain_channel(channel); });
+    if (!drain(channel, deadline)) return false;
     forget_channel(channel);
+    return true;
+}
+
+// False if the deadline passed first. What was begun goes on with the next call.
+bool Pump::drain(std::uint32_t channel, std::uint64_t deadline_ns) {
+    bool drained = false;
+    call([&] {
+        const Progress progress = drain_channel(channel);
+        drained = progress == Progress::finished;
+        return monotonic_ns() >= deadline_ns ? Progress::finished : progress;
+    });
+    return drained;
 }
 
 // On the pump's thread: finished once no ring of the channel is left there.
@@ -416,7 +466,7 @@ Pump::Progress Pump::release_ring(ServerRing& ring) {
         reader_->release_buffers(ring.first_buffer + static_cast<std::int32_t>(ring.buffers), 1);
         return Progress::more;
     }
-    store_release(ring.control().parked.value, 0);
+    if (!options_.guardian) store_release(ring.control().parked.value, 0);
     gpu_rings_ -= (ring.view().flags & kRingFlagGpu) != 0;
     counts_.totals.add(ring.counters);
     rings_.erase(std::find(rings_.begin(), rings_.end(), &ring));

@@ -82,9 +82,12 @@ class Pump:
     refused (transport='io_uring' where there is none; 'auto' falls back to
     threads and says why in transport_reason) or a pump that is stopped.
     crc_sample checks the CRC of one page in so many: 0 never, 1 always.
+    guardian=True makes the engine's side of docs/protocol.md, 'Two servers': it
+    takes a ring whose daemon stands still for suspect_ms while a request waits,
+    and gives it back; end_rank ends the process when a GPU ring's request fails.
     """
 
-    def __init__(self, *, transport: str = 'auto', queue_depth: int = 128, read_threads: int = 16, spin_us: int = 50, park_us: int = 50, crc_sample: int = 16, checks: bool = True, cpu: int = -1, seed: int = 0) -> None: ...
+    def __init__(self, *, transport: str = 'auto', queue_depth: int = 128, read_threads: int = 16, spin_us: int = 50, park_us: int = 50, crc_sample: int = 16, checks: bool = True, cpu: int = -1, seed: int = 0, guardian: bool = False, suspect_ms: int = 20, end_rank: bool = False) -> None: ...
 
     @property
     def transport(self) -> str:
@@ -126,15 +129,30 @@ class Pump:
         Serve one ring of a channel from a table, going on behind its last answered request.
         """
 
-    def remove_channel(self, channel: int) -> None:
+    def remove_channel(self, channel: int, timeout_ms: int = -1) -> bool:
         """
-        Wait until its reads are reaped, answer what is outstanding with `cancelled`.
+        Wait until its reads are reaped, then answer what is outstanding with `cancelled`,
+        unless a guardian will answer it. False if reads are left after `timeout_ms` (-1:
+        never); call again then. It takes nothing new meanwhile.
         """
 
     def start(self) -> None: ...
 
-    def stop(self) -> None:
-        """As remove_channel for all, then end. Idempotent."""
+    def stop(self, timeout_ms: int = -1) -> bool:
+        """
+        As remove_channel for all, then end. Idempotent. False if reads are left: then the
+        thread goes on, and the process has to end without letting go of the pump.
+        """
+
+    @property
+    def beats(self) -> int:
+        """The loop counter; never waits, not even for a loop that stands still."""
+
+    def leave(self) -> None:
+        """Ask the guardians of all rings to take over."""
+
+    def alarm(self) -> None:
+        """A guardian's: take every ring from the daemon now."""
 
     def turn(self) -> None:
         """
@@ -151,7 +169,8 @@ class Pump:
         """
         Plain counters: requests, pages (of requests answered ok), failed {status: requests},
         jumps (nonsense doorbells), takeovers, reads, retries, crc_checked, in_flight,
-        in_flight_max, parks, wakes, beats, cpu_user_ns and cpu_system_ns of the pump's
+        in_flight_max, parks, wakes, beats, held_back (looks at a request whose pages were
+        still being read into), cpu_user_ns and cpu_system_ns of the pump's
         thread, latency_us (reads from submission to reaping; entry i counts those below
         2^i us), rings, devices, transport, transport_reason.
         """
