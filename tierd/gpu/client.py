@@ -5,59 +5,56 @@
     table.kick(ids)            # when the token ids are known
     table.gather(ids, out)     # where the layer needs the rows
 
-The daemon may start later than the engine: attach waits for it, at most ``wait_s``.
+The daemon may start later than the engine: attach waits for it, at most ``wait_s``. Once
+attached, the engine outlives its daemons: see gpu/keeper.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
-import logging
 import os
-import socket
-import time
 import uuid
+import weakref
 from typing import TYPE_CHECKING, Any, Self
 
 from tierd.errors import AttachError, RowError
 from tierd.gpu import caches
+from tierd.gpu.keeper import Keeper
+from tierd.gpu.link import Link
 from tierd.io import _core, wire
-from tierd.types import ImageInfo, RowFormat
+from tierd.types import RowFormat
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+    from tierd.types import ImageInfo
 
 DEFAULT_SOCKET = "/run/tierd/engine.sock"
 IMAGES_MAX = 64  # one ring each; a table number has 6 bits
-ANSWER_TIMEOUT_S = 60.0  # registering large arenas takes the daemon a while
-_RETRY_S = 0.05
-_NOTICE_AFTER_S = 1.0
-_START = "; run: systemctl start tierd"
-
-log = logging.getLogger("tierd")
 
 
 class Client:
     """One engine rank, attached. Made by :meth:`attach`; also a context manager.
 
     Attributes:
-        client_id: the daemon's name for this client.
-        boot_id: identity of the daemon's run; another one after it was restarted.
-        daemon_pid: the daemon's process.
+        keeper: the guardian, and the connection to whichever daemon is there.
     """
 
     def __init__(
-        self, link: _Link, channel: Any, images: Sequence[ImageInfo], tables: dict[str, TableClient]
+        self,
+        keeper: Keeper,
+        channel: Any,
+        images: Sequence[ImageInfo],
+        tables: dict[str, TableClient],
     ) -> None:
-        self._link = link
+        self.keeper = keeper
         self._channel = channel
         self._images = tuple(images)
         self._tables = tables
-        self._pid = os.getpid()
-        self.client_id: str = ""
-        self.boot_id = link.boot_id
-        self.daemon_pid = link.daemon_pid
+        # Also when the engine ends without a close: the daemon then knows that it was no accident.
+        self._finalizer = weakref.finalize(self, keeper.close)
+        for table in tables.values():
+            table.belong(self)
 
     @classmethod
     def attach(
@@ -91,9 +88,11 @@ class Client:
         """
         images = tuple(images)
         _check_images(images)
-        link = _Link.connect(os.fspath(socket_path), wait_s)
+        path = os.fspath(socket_path)
+        link = Link.connect(path, wait_s)
         try:
             return cls._attach_over(
+                path,
                 link,
                 images,
                 engine=engine,
@@ -110,7 +109,8 @@ class Client:
     @classmethod
     def _attach_over(
         cls,
-        link: _Link,
+        path: str,
+        link: Link,
         images: tuple[ImageInfo, ...],
         *,
         engine: str,
@@ -120,7 +120,8 @@ class Client:
         world: int,
         arena_pages: int,
     ) -> Self:
-        rings = [(rows_max, arena_pages, number, 0) for number in range(len(images))]
+        flags = _core.protocol.RING_FLAG_GUARDED
+        rings = [(rows_max, arena_pages, number, flags) for number in range(len(images))]
         try:
             channel = _core.Channel(
                 rank=rank, world=world, client_id=uuid.uuid4().bytes, rings=rings
@@ -139,11 +140,12 @@ class Client:
                 for image in images
             ],
         }
-        answer = link.attach(request, channel.fd)
+        link.attach(request, channel.fd)
         tables = _make_tables(images, channel, link, cache_rows)
-        client = cls(link, channel, images, tables)
-        client.client_id = answer["client"]
-        return client
+        keeper = Keeper(path, link, channel, request)
+        for table in {id(table): table for table in tables.values()}.values():
+            keeper.on_rewake(table.rewaker())
+        return cls(keeper, channel, images, tables)
 
     def table(self, name: str) -> TableClient:
         """Return a table by its name, such as ``layers.1.engram``, or by ``model/table``.
@@ -157,13 +159,28 @@ class Client:
         return self._tables[name]
 
     @property
+    def client_id(self) -> str:
+        """The daemon's name for this client."""
+        return self.keeper.link.client_id
+
+    @property
+    def boot_id(self) -> str:
+        """Identity of the daemon's run; another one after it was restarted."""
+        return self.keeper.link.boot_id
+
+    @property
+    def daemon_pid(self) -> int:
+        """The daemon's process, or that of the last one."""
+        return self.keeper.link.daemon_pid
+
+    @property
     def attached(self) -> tuple[ImageInfo, ...]:
         """The images of this client, in ring order."""
         return self._images
 
     def images(self, model: str | None = None) -> list[ImageInfo]:
         """Return the images that the daemon serves, attached or not."""
-        return self._link.images(model)
+        return self.keeper.link.images(model)
 
     def close(self) -> None:
         """Detach: the daemon drains the rings and lets go of the channel. Idempotent.
@@ -172,10 +189,7 @@ class Client:
         """
         for table in self._tables.values():
             table.close()
-        if os.getpid() == self._pid:
-            self._link.detach()
-        else:
-            self._link.close()
+        self._finalizer()
         self._channel = None  # its memory goes now, not when this object does
 
     def __enter__(self) -> Self:
@@ -198,6 +212,16 @@ class TableClient:
         self.quota = quota
         self._twin = twin
         self._device = device
+        self._client: Client | None = None
+
+    def belong(self, client: Client) -> None:
+        """Keep the client for as long as its table is used."""
+        self._client = client
+
+    def rewaker(self) -> Callable[[int], None]:
+        """Return what makes kicks wake another daemon's pump; it does not keep the client."""
+        rewake: Callable[[int], None] = self._open().rewake
+        return rewake
 
     @property
     def raw(self) -> bool:
@@ -244,6 +268,7 @@ class TableClient:
     def close(self) -> None:
         """Refuse further use; :meth:`Client.close` calls this."""
         self._twin = None
+        self._client = None
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -270,105 +295,15 @@ def list_images(
     Raises:
         AttachError: no daemon within ``wait_s`` seconds.
     """
-    link = _Link.connect(os.fspath(socket_path), wait_s)
+    link = Link.connect(os.fspath(socket_path), wait_s)
     try:
         return link.images(model)
     finally:
         link.close()
 
 
-class _Link:
-    """The socket to the daemon, and what the daemon sent over it."""
-
-    def __init__(self, sock: socket.socket, path: str, hello: dict[str, Any]) -> None:
-        self._sock: socket.socket | None = sock
-        self._path = path
-        self.boot_id = str(hello.get("boot_id", ""))
-        self.daemon_pid = int(hello.get("pid", 0))
-        self.wake_fd = -1
-        self.device_fds: list[int] = []
-        self.devices: dict[str, str] = {}  # uuid -> path
-        self.map: dict[str, Any] = {}
-
-    @classmethod
-    def connect(cls, path: str, wait_s: float) -> Self:
-        sock = _connect(path, wait_s)
-        try:
-            sock.settimeout(ANSWER_TIMEOUT_S)
-            answer, fds = _exchange(sock, path, {"op": "hello", "abi": wire.ABI})
-            wire.close_all(fds)
-            if answer.get("abi") != wire.ABI:
-                raise AttachError(
-                    f"{path}: the daemon speaks attach ABI {answer.get('abi')}, this engine's "
-                    f"tierd {wire.ABI}; install the same tierd on both sides"
-                )
-            return cls(sock, path, answer)
-        except BaseException:
-            sock.close()
-            raise
-
-    def ask(
-        self, message: dict[str, Any], fds: Sequence[int] = ()
-    ) -> tuple[dict[str, Any], list[int]]:
-        if self._sock is None:
-            raise AttachError("the client has been closed")
-        return _exchange(self._sock, self._path, message, fds)
-
-    def images(self, model: str | None) -> list[ImageInfo]:
-        answer, fds = self.ask({"op": "images", "model": model})
-        try:
-            listed = answer.get("images")
-            if listed is None:
-                listed = json.loads(_read_fd(fds[0], int(answer["images_bytes"])))
-            return [ImageInfo.from_json(image) for image in listed]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise AttachError(f"{self._path}: unusable image list: {error!r}") from None
-        finally:
-            wire.close_all(fds)
-
-    def attach(self, request: dict[str, Any], channel_fd: int) -> dict[str, Any]:
-        answer, fds = self.ask(request, [channel_fd])
-        devices = answer.get("devices")
-        if not isinstance(devices, list) or len(fds) != 2 + len(devices):
-            wire.close_all(fds)
-            raise AttachError(f"{self._path}: the daemon's answer lacks descriptors")
-        self.wake_fd, map_fd, *self.device_fds = fds
-        self.devices = {device["uuid"]: device["path"] for device in devices}
-        try:
-            self.map = json.loads(_read_fd(map_fd, int(answer["map_bytes"])))
-        finally:
-            os.close(map_fd)
-        return answer
-
-    def detach(self) -> None:
-        """Detach if the daemon still lives; it drops a closed socket's client anyway."""
-        if self._sock is None:
-            return
-        with contextlib.suppress(AttachError):
-            _, fds = self.ask({"op": "detach"})
-            wire.close_all(fds)
-        self.close()
-
-    def close(self) -> None:
-        if self._sock is not None:
-            self._sock.close()
-            self._sock = None
-        if self.wake_fd >= 0:
-            os.close(self.wake_fd)
-            self.wake_fd = -1
-        wire.close_all(self.device_fds)
-        self.device_fds = []
-
-    def device_of(self, image: ImageInfo) -> str:
-        """Return the path of the device that holds most of an image, for error texts."""
-        for entry in self.map.get("images", []):
-            if int(entry["image_id"], 16) == image.image_id and entry["devices"]:
-                return self.devices.get(entry["devices"][0]["uuid"], "DEVICE")
-        return "DEVICE"
-
-
 def _make_tables(
-    images: Sequence[ImageInfo], channel: Any, link: _Link, cache_rows: int
+    images: Sequence[ImageInfo], channel: Any, link: Link, cache_rows: int
 ) -> dict[str, TableClient]:
     made: dict[int, TableClient] = {}
     for part in caches.plan([image.table for image in images], cache_rows):
@@ -408,76 +343,3 @@ def _check_images(images: tuple[ImageInfo, ...]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise AttachError(f"image {name} is listed twice")
-
-
-def _connect(path: str, wait_s: float) -> socket.socket:
-    deadline = time.monotonic() + wait_s
-    noticed = False
-    while True:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        try:
-            sock.connect(path)
-        except OSError as error:
-            sock.close()
-            reason = _connect_error(path, error)
-            if error.errno not in {errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN}:
-                raise AttachError(reason) from None
-            left = deadline - time.monotonic()
-            if left <= 0:
-                waited = f" (waited {wait_s:g} s)" if wait_s > 0 else ""
-                raise AttachError(reason.replace(_START, waited + _START)) from None
-            if not noticed and wait_s - left > _NOTICE_AFTER_S:
-                log.warning("waiting up to %g s for a daemon at %s", wait_s, path)
-                noticed = True
-            time.sleep(min(_RETRY_S, left))
-        else:
-            return sock
-
-
-def _connect_error(path: str, error: OSError) -> str:
-    match error.errno:
-        case errno.ENOENT:
-            return f"{path}: no such socket: tierd does not run here, or listens elsewhere{_START}"
-        case errno.ECONNREFUSED:
-            return f"{path}: nobody listens: tierd has stopped without removing its socket{_START}"
-        case errno.EAGAIN:
-            return f"{path}: too many engines are connecting at once{_START}"
-        case errno.EACCES:
-            return (
-                f"{path}: permission denied: join the group of engine.socket_group, or run as root"
-            )
-        case errno.EPROTOTYPE:
-            return (
-                f"{path}: not an engine socket (is it the REST socket?); use engine.socket's path"
-            )
-        case _:
-            return f"{path}: cannot connect: {error.strerror or error}"
-
-
-def _exchange(
-    sock: socket.socket, path: str, message: dict[str, Any], fds: Sequence[int] = ()
-) -> tuple[dict[str, Any], list[int]]:
-    try:
-        wire.send(sock, message, fds)
-        answer, received = wire.receive(sock)
-    except TimeoutError:
-        text = f"{path}: the daemon did not answer {message['op']} in {ANSWER_TIMEOUT_S:g} s"
-        raise AttachError(text + "; run: tierd status") from None
-    except OSError as error:
-        text = f"{path}: the daemon went away during {message['op']}: {error}"
-        raise AttachError(text + "; run: journalctl -u tierd -n 20") from None
-    if answer.get("ok") is not True:
-        wire.close_all(received)
-        reason = answer.get("message") or answer.get("error") or "no reason given"
-        raise AttachError(f"{path}: the daemon refused {message['op']}: {reason}")
-    return answer, received
-
-
-def _read_fd(fd: int, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = os.pread(fd, size - len(data), len(data))
-        if not part:
-            raise AttachError(f"the daemon's memory file has {len(data)} of {size} bytes")
-        data += part
-    return data

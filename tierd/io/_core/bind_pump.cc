@@ -71,12 +71,14 @@ nb::list ring_reports(const PumpStats& s) {
     return rings;
 }
 
-nb::dict stats(Pump& pump) {
-    PumpStats s;
+nb::dict stats(Pump& pump, std::int64_t timeout_ms) {
+    std::optional<PumpStats> found;
     {
         nb::gil_scoped_release release;
-        s = pump.stats();
+        found = pump.stats(timeout_of(timeout_ms));
     }
+    if (!found) throw TimeoutError("the pump's loop stands still");
+    const PumpStats& s = *found;
     nb::dict d = ring_counters(s.totals);
     d["reads"] = s.reads;
     d["retries"] = s.retries;
@@ -165,7 +167,8 @@ void bind_pump(nb::module_& m) {
              "devices, everything by `seed`).")
         .def("abandon", &Pump::abandon,
              "Leave a simulated pump as a killed process would: nothing more is answered.")
-        .def("stats", &stats,
+        .def("stats", &stats, "timeout_ms"_a = -1,
+             "TimeoutError if the loop stands still for `timeout_ms` (-1: wait for ever).\n"
              "Plain counters: requests, pages (of requests answered ok), failed {status: requests},\n"
              "jumps (nonsense doorbells), takeovers, reads, retries, crc_checked, in_flight,\n"
              "in_flight_max, parks, wakes, beats, held_back (looks at a request whose pages were\n"

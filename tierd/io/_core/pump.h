@@ -20,6 +20,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -120,8 +121,11 @@ class Pump : public Driver {
     // As remove_channel for all, then ends the thread. False if reads are left; then the thread
     // goes on and so must the process's memory, but stop() may be called again.
     bool stop(std::uint64_t timeout_ns = kForever);
+    // Nothing if the loop stood still for `timeout_ns`.
+    std::optional<PumpStats> stats(std::uint64_t timeout_ns);
     PumpStats stats();
     // The loop counter, readable while the loop stands still.
+    const std::atomic<std::uint64_t>& beat_counter() const { return beats_; }
     std::uint64_t beats() const { return beats_.load(std::memory_order_relaxed); }
     // Asks the guardians of all rings to take over, now and of rings added later.
     void leave();
@@ -163,7 +167,9 @@ class Pump : public Driver {
     // --- control path (pump_control.cc) ----------------------------------------------------------
     void open_reader(const ReaderFactory& factory);
     void check_running_or_fresh() const;
-    void call(const Step& step);
+    bool is_copy() const;
+    void call(const Step& step) { call(step, kForever); }
+    bool call(const Step& step, std::uint64_t timeout_ns);
     Progress join_ring(ServerRing& ring, std::uint32_t& registered);
     Progress drain_channel(std::uint32_t channel);
     Progress release_ring(ServerRing& ring);
@@ -218,6 +224,7 @@ class Pump : public Driver {
     std::uint64_t next_order_ = 0;
     std::uint32_t ring_count_ = 0;
     bool stopped_ = false;  // takes nothing new
+    bool leaving_ = false;  // the guardians are to take over
     bool ended_ = false;    // the thread has gone
 
     // Commands; guarded by command_mutex_.
@@ -225,6 +232,7 @@ class Pump : public Driver {
     std::condition_variable command_done_;
     std::vector<Command*> commands_;
     bool running_ = false;
+    int process_ = 0;  // where it was started
     std::atomic<bool> commands_new_{false};
     std::atomic<bool> exit_{false};
     std::thread thread_;
@@ -243,7 +251,6 @@ class Pump : public Driver {
     std::atomic<bool> alarm_{false};
     std::atomic<std::uint64_t> beats_{0};
     std::uint64_t news_ns_ = 0;  // when a guardian last had something to serve
-    bool leaving_ = false;       // the pump's thread's, once it runs
     std::uint64_t turns_ = 0;
     std::uint32_t gpu_rings_ = 0;
     std::uint32_t beat_ = 0;

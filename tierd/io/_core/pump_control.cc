@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <stdexcept>
 #include <system_error>
@@ -135,6 +136,11 @@ void Pump::open_reader(const ReaderFactory& factory) {
 }
 
 Pump::~Pump() {
+    if (is_copy()) {  // nobody is there to be waited for; a child that ends needs nothing tidy
+        thread_.detach();
+        [[maybe_unused]] Reader* left = reader_.release();
+        return;
+    }
     stop();
     for (const Device& device : devices_)
         if (device.fd >= 0) close(device.fd);
@@ -164,9 +170,14 @@ void Pump::start() {
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     running_ = true;
+    process_ = getpid();
 }
 
+// A fork copies the pump but not its thread.
+bool Pump::is_copy() const { return process_ != 0 && process_ != getpid(); }
+
 bool Pump::stop(std::uint64_t timeout_ns) {
+    if (is_copy()) return true;
     const std::uint64_t deadline = deadline_of(timeout_ns);
     std::vector<std::uint32_t> open;
     {
@@ -206,11 +217,11 @@ bool Pump::stop(std::uint64_t timeout_ns) {
 }
 
 void Pump::leave() {
-    call([this] {
-        leaving_ = true;
-        for (ServerRing* ring : rings_) store_release(ring->control().leaving.value, 1);
-        return Progress::finished;
-    });
+    // From here, since the loop may stand still, which is a good reason to leave.
+    const std::lock_guard control(control_mutex_);
+    leaving_ = true;
+    for (auto& [number, channel] : channels_)
+        for (const auto& ring : channel->rings) store_release(ring->control().leaving.value, 1);
 }
 
 void Pump::alarm() {
@@ -218,18 +229,26 @@ void Pump::alarm() {
     ring_eventfd(wake_fd_);
 }
 
-void Pump::call(const Step& step) {
+bool Pump::call(const Step& step, std::uint64_t timeout_ns) {
+    if (is_copy()) throw std::runtime_error("the pump runs in the process that this one was forked from");
     std::unique_lock lock(command_mutex_);
     if (!running_) {
         while (step() != Progress::finished)
             if (simulated_) work(turn_ns());
-        return;
+        return true;
     }
     Command command{step};
     commands_.push_back(&command);
     commands_new_.store(true, std::memory_order_release);
     ring_eventfd(wake_fd_);
-    command_done_.wait(lock, [&command] { return command.finished; });
+    const auto finished = [&command] { return command.finished; };
+    if (timeout_ns == kForever) {
+        command_done_.wait(lock, finished);
+    } else if (!command_done_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), finished)) {
+        std::erase(commands_, &command);  // it is not being run: we hold the lock
+        return false;
+    }
+    return true;
 }
 
 void Pump::abandon() {
@@ -374,6 +393,7 @@ void Pump::add_ring(std::uint32_t channel, std::uint32_t ring, std::uint32_t tab
     if (!options_.guardian)
         madvise(view.arena_d, static_cast<std::size_t>(view.arena_pages) * kPageBytes,
                 MADV_POPULATE_WRITE);
+    if (!options_.guardian) store_release(view.control->leaving.value, leaving_ ? 1 : 0);
     owner.rings.push_back(std::move(made));
     ++served->second->rings;
     ++ring_count_;
@@ -411,7 +431,6 @@ Pump::Progress Pump::join_ring(ServerRing& ring, std::uint32_t& registered) {
     }
     rings_.push_back(&ring);
     gpu_rings_ += (ring.view().flags & kRingFlagGpu) != 0;
-    store_release(ring.control().leaving.value, leaving_ ? 1 : 0);
     ring.adopt();
     return Progress::finished;
 }
@@ -488,14 +507,17 @@ void Pump::forget_channel(std::uint32_t channel) {
 
 // --- statistics ----------------------------------------------------------------------------------
 
-PumpStats Pump::stats() {
+std::optional<PumpStats> Pump::stats(std::uint64_t timeout_ns) {
     PumpStats out;
-    call([&] {
+    const Step step = [&] {
         collect(out);
         return Progress::finished;
-    });
+    };
+    if (!call(step, timeout_ns)) return std::nullopt;
     return out;
 }
+
+PumpStats Pump::stats() { return *stats(kForever); }
 
 void Pump::collect(PumpStats& out) {
     if (std::this_thread::get_id() == thread_.get_id()) save_cpu_times();

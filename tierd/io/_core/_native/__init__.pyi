@@ -165,8 +165,9 @@ class Pump:
         Leave a simulated pump as a killed process would: nothing more is answered.
         """
 
-    def stats(self) -> dict:
+    def stats(self, timeout_ms: int = -1) -> dict:
         """
+        TimeoutError if the loop stands still for `timeout_ms` (-1: wait for ever).
         Plain counters: requests, pages (of requests answered ok), failed {status: requests},
         jumps (nonsense doorbells), takeovers, reads, retries, crc_checked, in_flight,
         in_flight_max, parks, wakes, beats, held_back (looks at a request whose pages were
@@ -222,6 +223,9 @@ class RingClient:
 
     def drive(self, pump: Pump) -> None:
         """From now on waits turn this simulated pump instead of sleeping."""
+
+    def rewake(self, wake_fd: int) -> None:
+        """From now on publishing wakes the pump with this eventfd (duplicated)."""
 
     def pages(self, sequence: int) -> NDArray[numpy.uint8]:
         """
@@ -299,6 +303,9 @@ class TwinTable:
 
     def drive(self, pump: Pump) -> None:
         """From now on waits turn this simulated pump instead of sleeping."""
+
+    def rewake(self, wake_fd: int) -> None:
+        """From now on kicks wake the pump with this eventfd (duplicated)."""
 
     def set_quota(self, ways: int) -> None:
         """Ways per set that the table may hold; nothing is flushed."""
@@ -465,3 +472,26 @@ class SimDevice:
     def snapshot(self) -> SimSnapshot: ...
 
     def restore(self, snapshot: SimSnapshot) -> None: ...
+
+class Watchdog:
+    """
+    A native thread that sees whether pumps and the event loop still turn.
+
+    What stands still for `interval_ms` is stuck; with `ends` the process is
+    aborted after another interval.
+    """
+
+    def __init__(self, *, interval_ms: int, ends: bool) -> None: ...
+
+    def watch(self, name: str, pump: Pump) -> None:
+        """Watch a running pump's loop."""
+
+    def beat(self) -> None:
+        """Tell that the event loop turns."""
+
+    @property
+    def stuck(self) -> str:
+        """'' or the names of what stands still."""
+
+    def stop(self) -> None:
+        """Idempotent."""
