@@ -5,28 +5,32 @@
     table.kick(ids)            # when the token ids are known
     table.gather(ids, out)     # where the layer needs the rows
 
-The daemon may start later than the engine: attach waits for it, at most ``wait_s``. Once
-attached, the engine outlives its daemons: see gpu/keeper.py.
+The daemon may start later than the engine: attach waits for it, at most ``wait_s``. With
+``TableOptions(device="cuda:0")`` the tables take and give tensors of that GPU, and may be captured
+in its graphs. Once attached, the engine outlives its daemons: see gpu/keeper.py.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import uuid
 import weakref
 from typing import TYPE_CHECKING, Any, Self
 
-from tierd.errors import AttachError, RowError
-from tierd.gpu import caches
+from tierd.errors import AttachError
 from tierd.gpu.keeper import Keeper
 from tierd.gpu.link import Link
-from tierd.io import _core, wire
-from tierd.types import RowFormat
+from tierd.gpu.tables import TableOptions, by_names, move_quotas
+from tierd.gpu.twin_tables import TableClient, make_twins
+from tierd.io import _core, samples, wire
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
 
+    import torch
+
+    from tierd.gpu.audit import Audit, ImageRows, RowJudge
+    from tierd.gpu.tables import Table
     from tierd.types import ImageInfo
 
 DEFAULT_SOCKET = "/run/tierd/engine.sock"
@@ -41,11 +45,7 @@ class Client:
     """
 
     def __init__(
-        self,
-        keeper: Keeper,
-        channel: Any,
-        images: Sequence[ImageInfo],
-        tables: dict[str, TableClient],
+        self, keeper: Keeper, channel: Any, images: Sequence[ImageInfo], tables: dict[str, Table]
     ) -> None:
         self.keeper = keeper
         self._channel = channel
@@ -53,8 +53,6 @@ class Client:
         self._tables = tables
         # Also when the engine ends without a close: the daemon then knows that it was no accident.
         self._finalizer = weakref.finalize(self, keeper.close)
-        for table in tables.values():
-            table.belong(self)
 
     @classmethod
     def attach(
@@ -69,6 +67,7 @@ class Client:
         world: int = 1,
         wait_s: float = 30.0,
         arena_pages: int | None = None,
+        options: TableOptions | None = None,
     ) -> Self:
         """Attach to a daemon and make a table of each image.
 
@@ -82,12 +81,17 @@ class Client:
             world: ranks of the engine.
             wait_s: how long to wait for a daemon that is not there yet, seconds.
             arena_pages: pages of each arena; None makes room for two full requests.
+            options: how the tables are wanted: on which device, which rows, audited or not.
 
         Raises:
             AttachError: no daemon, or it refused; the text says which and what to do.
+            HookError: no such GPU, not enough memory on it, or a graph is being captured.
         """
         images = tuple(images)
         _check_images(images)
+        options = options or TableOptions()
+        options.check(images)
+        device = _check_device(options)
         path = os.fspath(socket_path)
         link = Link.connect(path, wait_s)
         try:
@@ -101,6 +105,8 @@ class Client:
                 rank=rank,
                 world=world,
                 arena_pages=2 * rows_max if arena_pages is None else arena_pages,
+                options=options,
+                device=device,
             )
         except BaseException:
             link.close()
@@ -119,8 +125,12 @@ class Client:
         rank: int,
         world: int,
         arena_pages: int,
+        options: TableOptions,
+        device: torch.device | None,
     ) -> Self:
-        flags = _core.protocol.RING_FLAG_GUARDED
+        flags = int(_core.protocol.RING_FLAG_GUARDED)
+        if device is not None:
+            flags |= int(_core.protocol.RING_FLAG_GPU)
         rings = [(rows_max, arena_pages, number, flags) for number in range(len(images))]
         try:
             channel = _core.Channel(
@@ -128,6 +138,8 @@ class Client:
             )
         except (ValueError, OSError) as error:
             raise AttachError(f"no channel of {len(rings)} rings can be made: {error}") from None
+        if options.sample_rate is not None:
+            _set_sample_rate(channel, options.sample_rate)
         request = {
             "op": "attach",
             "abi": wire.ABI,
@@ -141,13 +153,16 @@ class Client:
             ],
         }
         link.attach(request, channel.fd)
-        tables = _make_tables(images, channel, link, cache_rows)
+        tables = _make_tables(
+            images, channel, link, cache_rows=cache_rows, options=options, device=device
+        )
         keeper = Keeper(path, link, channel, request)
-        for table in {id(table): table for table in tables.values()}.values():
-            keeper.on_rewake(table.rewaker())
+        for table in tables.values():
+            if isinstance(table, TableClient):  # a GPU rings no pump
+                keeper.on_rewake(table.rewaker())
         return cls(keeper, channel, images, tables)
 
-    def table(self, name: str) -> TableClient:
+    def table(self, name: str) -> Table:
         """Return a table by its name, such as ``layers.1.engram``, or by ``model/table``.
 
         Raises:
@@ -157,6 +172,18 @@ class Client:
             known = ", ".join(image.table.name for image in self._images)
             raise AttachError(f"table {name} is not attached; there are: {known}")
         return self._tables[name]
+
+    def set_quotas(self, quotas: dict[str, int]) -> None:
+        """Change several tables' ways per set together: what some give up, others may take.
+
+        Args:
+            quotas: table name -> ways, of 32 in each cache.
+
+        Raises:
+            AttachError: a table that this client did not attach.
+            HookError, ValueError: more ways than a set has; some may have changed.
+        """
+        move_quotas(self._tables, quotas)
 
     @property
     def client_id(self) -> str:
@@ -199,94 +226,6 @@ class Client:
         self.close()
 
 
-class TableClient:
-    """One attached table.
-
-    Attributes:
-        info: the image it reads.
-        quota: ways of each set of the cache that it may hold.
-    """
-
-    def __init__(self, info: ImageInfo, twin: Any, *, quota: int, device: str) -> None:
-        self.info = info
-        self.quota = quota
-        self._twin = twin
-        self._device = device
-        self._client: Client | None = None
-
-    def belong(self, client: Client) -> None:
-        """Keep the client for as long as its table is used."""
-        self._client = client
-
-    def rewaker(self) -> Callable[[int], None]:
-        """Return what makes kicks wake another daemon's pump; it does not keep the client."""
-        rewake: Callable[[int], None] = self._open().rewake
-        return rewake
-
-    @property
-    def raw(self) -> bool:
-        """Whether rows are served as bytes rather than as bf16."""
-        return self.info.table.row_format == RowFormat.RAW
-
-    def kick(self, ids: Any) -> None:
-        """Start reading the rows that are not cached.
-
-        Args:
-            ids: int64 or int32 row numbers of any shape; numpy or a CPU torch tensor.
-
-        Raises:
-            IndexError: an id is outside the table; nothing has changed then.
-            RowError: an earlier request that was in the way failed.
-        """
-        with self._explained():
-            self._open().kick(ids)
-
-    def gather(self, ids: Any, out: Any) -> None:
-        """Wait for the rows and write them to ``out``.
-
-        Args:
-            ids: int64 or int32 row numbers of any shape, usually those that were kicked.
-            out: numpy or CPU torch, contiguous; bf16 (or 16-bit integers) [*ids.shape, dim], and
-                for raw tables u8 [*ids.shape, row_bytes].
-
-        Raises:
-            IndexError: an id is outside the table.
-            RowError: a row could not be read, or is not what was staged. ``out`` is undefined.
-        """
-        with self._explained():
-            self._open().gather(ids, out)
-
-    def set_quota(self, ways: int) -> None:
-        """Change how many ways of each set this table may hold; nothing is flushed."""
-        self._open().set_quota(ways)
-        self.quota = ways
-
-    def stats(self) -> dict[str, int]:
-        """Return the counters of protocol.md's RingStats, since attach."""
-        return dict(self._open().stats())
-
-    def close(self) -> None:
-        """Refuse further use; :meth:`Client.close` calls this."""
-        self._twin = None
-        self._client = None
-
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Turn the core's failures into an error that says which image, and what to run."""
-        try:
-            yield
-        except RuntimeError as error:
-            cure = f"run: tierd verify --device {self._device} {self.info.name}"
-            if "timeout" in str(error):
-                cure = "run: tierd status"
-            raise RowError(f"{self.info.name}: {error}; {cure}") from None
-
-    def _open(self) -> Any:
-        if self._twin is None:
-            raise RowError(f"{self.info.name}: the client has been closed")
-        return self._twin
-
-
 def list_images(
     socket_path: str | os.PathLike[str], model: str | None = None, *, wait_s: float = 0.0
 ) -> list[ImageInfo]:
@@ -302,36 +241,74 @@ def list_images(
         link.close()
 
 
+def _check_device(options: TableOptions) -> torch.device | None:
+    if options.device is None:
+        return None
+    from tierd.gpu import device_tables  # noqa: PLC0415 - the CPU twin does without triton
+
+    return device_tables.check_device(options.device)
+
+
+def _set_sample_rate(channel: Any, rate: float) -> None:
+    protocol = _core.protocol
+    memory = channel.buffer()
+    for ring in range(channel.ring_count):
+        at = protocol.OFFSET_RINGS + ring * protocol.RING_ENTRY_BYTES + 40  # RingEntry.samples
+        samples.set_sample_rate(memory, int(memory[at : at + 8].view("<u8")[0]), rate)
+
+
 def _make_tables(
-    images: Sequence[ImageInfo], channel: Any, link: Link, cache_rows: int
-) -> dict[str, TableClient]:
-    made: dict[int, TableClient] = {}
-    for part in caches.plan([image.table for image in images], cache_rows):
-        cache = _core.RowCache(sets=part.sets, row_bytes=part.row_bytes)
-        for index, quota in part.quotas.items():
-            image = images[index]
-            twin = _core.TwinTable(
-                cache,
-                channel,
-                index,
-                link.wake_fd,
-                table=index,
-                image_id=image.image_id,
-                generation=image.generation,
-                rows=image.table.rows,
-                dim=image.table.dim,
-                row_format=image.table.row_format.value,
-                quota=quota,
-            )
-            device = link.device_of(image)
-            made[index] = TableClient(image, twin, quota=quota, device=device)
-    tables = {}
-    names = [image.table.name for image in images]
-    for index, image in enumerate(images):
-        tables[image.name] = made[index]
-        if names.count(image.table.name) == 1:  # two models may name their tables alike
-            tables[image.table.name] = made[index]
-    return tables
+    images: tuple[ImageInfo, ...],
+    channel: Any,
+    link: Link,
+    *,
+    cache_rows: int,
+    options: TableOptions,
+    device: torch.device | None,
+) -> dict[str, Table]:
+    audits: dict[int, Audit] = {}
+    try:
+        if options.audit_every:
+            for index, image in enumerate(images):
+                audits[index] = _make_audit(image, link, options, device)
+        shared: dict[str, Any] = {
+            "options": options,
+            "cache_rows": cache_rows,
+            "audits": audits,
+        }
+        if device is None:
+            paths = {index: link.device_of(image) for index, image in enumerate(images)}
+            twins = make_twins(images, channel, wake_fd=link.wake_fd, devices=paths, **shared)
+            return by_names(images, twins)
+        from tierd.gpu import device_tables  # noqa: PLC0415 - as above
+
+        made = device_tables.make_tables(images, channel, device, dram=link.dram, **shared)
+        return by_names(images, made)
+    except BaseException:
+        for audit in audits.values():
+            audit.close()
+        raise
+
+
+def _make_audit(
+    image: ImageInfo, link: Link, options: TableOptions, device: torch.device | None
+) -> Audit:
+    """Build what audits a table: an oracle over the devices, and who asks it."""
+    from tierd.gpu import audit  # noqa: PLC0415 - only who audits needs torch here
+
+    entry = next(
+        entry for entry in link.map["images"] if int(entry["image_id"], 16) == image.image_id
+    )
+    fds = dict(zip(link.devices, link.device_fds, strict=True))
+    rows: ImageRows = audit.image_rows(image, entry, fds)
+    judge: RowJudge = audit.RowJudge(
+        image, rows.read, owned=options.rows_of(image), canonical_zero=options.canonical_zero
+    )
+    if device is None:
+        return audit.HostAudit(judge, options.audit_every, rows.close)
+    from tierd.gpu.device_audit import DeviceAudit  # noqa: PLC0415 - as above
+
+    return DeviceAudit(judge, options.audit_every, device, rows.close)
 
 
 def _check_images(images: tuple[ImageInfo, ...]) -> None:

@@ -41,6 +41,7 @@ class Link:
         device_fds: read-only descriptors that hold leases, in the order of ``devices``.
         devices: path by UUID.
         map: the image map of protocol.md.
+        dram: index of an image in memory -> (descriptor, bytes).
     """
 
     def __init__(self, sock: socket.socket, path: str, hello: dict[str, Any]) -> None:
@@ -53,6 +54,7 @@ class Link:
         self.device_fds: list[int] = []
         self.devices: dict[str, str] = {}  # uuid -> path
         self.map: dict[str, Any] = {}
+        self.dram: dict[int, tuple[int, int]] = {}
 
     @classmethod
     def connect(cls, path: str, wait_s: float) -> Self:
@@ -100,11 +102,16 @@ class Link:
     def attach(self, request: dict[str, Any], channel_fd: int) -> None:
         """Hand over the channel and take what the daemon sends for it."""
         answer, fds = self.ask(request, [channel_fd])
-        devices = answer.get("devices")
-        if not isinstance(devices, list) or len(fds) != 2 + len(devices):
+        devices, dram = answer.get("devices"), answer.get("dram", [])
+        if not isinstance(devices, list) or len(fds) != 2 + len(devices) + len(dram):
             wire.close_all(fds)
             raise AttachError(f"{self._path}: the daemon's answer lacks descriptors")
-        self.wake_fd, map_fd, *self.device_fds = fds
+        self.wake_fd, map_fd, *rest = fds
+        self.device_fds, dram_fds = rest[: len(devices)], rest[len(devices) :]
+        self.dram = {
+            int(one["image"]): (fd, int(one["bytes"]))
+            for one, fd in zip(dram, dram_fds, strict=True)
+        }
         self.devices = {device["uuid"]: device["path"] for device in devices}
         try:
             self.map = json.loads(_read_fd(map_fd, int(answer["map_bytes"])))
@@ -141,8 +148,9 @@ class Link:
         if self.wake_fd >= 0:
             os.close(self.wake_fd)
             self.wake_fd = -1
-        wire.close_all(self.device_fds)
+        wire.close_all([*self.device_fds, *(fd for fd, _ in self.dram.values())])
         self.device_fds = []
+        self.dram = {}
 
     def device_of(self, image: ImageInfo) -> str:
         """Return the path of the device that holds most of an image, for error texts."""

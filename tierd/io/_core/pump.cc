@@ -282,7 +282,7 @@ void Pump::finish(std::uint32_t token, std::int32_t result) {
     }
     forget(token);
     if (request.in_flight != 0) return;
-    if (request.issued == request.limit) ring.complete();
+    if (request.issued == request.limit) ring.complete(simulated_ ? turn_ns() : monotonic_ns());
     if (ring.heap_at == kNotInHeap) reschedule(ring);  // it may have been blocked
 }
 

@@ -39,7 +39,7 @@ inline constexpr std::uint32_t kLatencyBuckets = 32;
 inline constexpr std::uint64_t kForever = ~0ull;
 
 struct PumpOptions {
-    std::string transport = "auto";  // "auto", "io_uring", "threads" or "simulated"
+    std::string transport = "auto";  // "auto", "io_uring", "threads", "memory" or "simulated"
     std::uint32_t queue_depth = 128;
     std::uint32_t read_threads = 16;
     std::uint32_t spin_us = 50;
@@ -48,6 +48,9 @@ struct PumpOptions {
     bool checks = true;
     int cpu = -1;  // pins the thread; -1 leaves it to the scheduler
     std::uint64_t seed = 0;  // of a simulated pump
+    // Plays a slower device (reader_played.h), unless both are 0.
+    double play_base_us = 0;
+    double play_page_us = 0;
     bool guardian = false;
     std::uint32_t suspect_ms = 20;  // how long a daemon may stand still while a request waits
     // A guardian's answer to a request of a GPU ring that failed for good: say why and end the
@@ -166,6 +169,7 @@ class Pump : public Driver {
 
     // --- control path (pump_control.cc) ----------------------------------------------------------
     void open_reader(const ReaderFactory& factory);
+    std::unique_ptr<Reader> make_reader(const ReaderOptions& options) const;
     void check_running_or_fresh() const;
     bool is_copy() const;
     void call(const Step& step) { call(step, kForever); }

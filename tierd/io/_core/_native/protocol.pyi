@@ -23,6 +23,16 @@ RING_FLAG_GPU: int = 1
 
 RING_FLAG_GUARDED: int = 2
 
+SAMPLE_HEADER_BYTES: int = 64
+
+SAMPLE_CAPACITY: int = 4096
+
+SAMPLE_THRESHOLD: int = 67108864
+
+SAMPLE_PREFILL: int = 17179869184
+
+SAMPLE_STAMP_SHIFT: int = 40
+
 HEADER_BYTES: int = 8192
 
 CONTROL_BYTES: int = 1024
@@ -58,6 +68,8 @@ OFFSET_TENURE: int = 640
 OFFSET_LEAVING: int = 704
 
 def descriptor_bytes(rows_max: int) -> int: ...
+
+def sample_hash(row: int) -> int: ...
 
 def array_bytes(rows_max: int) -> int: ...
 
