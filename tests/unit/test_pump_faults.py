@@ -298,7 +298,7 @@ def good_entry(raw: RawChannel) -> dict[str, int]:
     ("change", "message"),
     [
         ({"magic": 5}, "magic"),
-        ({"abi": 2}, "ABI 2"),
+        ({"abi": 3}, "ABI 3"),
         ({"total": SIZE + 1}, f"{SIZE + 1} bytes"),
         ({"total": 100}, "100 bytes"),
         ({"rings": 0}, "0 rings"),

@@ -55,6 +55,10 @@ def _status(daemon: Daemon, counters: list[dict[str, Any]]) -> schemas.Status:
         totals=_totals(daemon),
         history=schemas.History(degraded=daemon.catalog.degraded, lost=daemon.catalog.lost),
         session_faults=daemon.attach.faults,
+        refusals=[
+            schemas.Refusal(pid=r.pid, at=moment(r.at), reason=r.reason)
+            for r in daemon.attach.refusals
+        ],
     )
 
 

@@ -6,10 +6,9 @@ event loop calls it from worker threads. One lock keeps the book; the pumps have
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import os
 import threading
-import time
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -40,7 +39,8 @@ if TYPE_CHECKING:
 # Until a probe has measured them, windows are taken to grow by this much a layer: only their
 # order matters to a pump, and deeper layers do read later.
 LAYER_NS = 200_000
-BEAT_WAIT_S = 0.5
+STATS_MS = 1000  # for a pump to answer; its loop turns in far less
+STOP_MS = 1000
 
 
 @dataclasses.dataclass(slots=True)
@@ -98,6 +98,7 @@ class DataPlane:
         incomplete: images that cannot be served, since a device is missing or for their format.
         shadowed: names that a second device holds as well; the first device serves them.
         pumps: running native pumps.
+        stuck: reads were in flight when it was closed.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -112,6 +113,8 @@ class DataPlane:
         self.incomplete: list[StripedImage] = []
         self.shadowed: list[str] = []
         self.pumps: list[Any] = []
+        self.stuck = False
+        self._stats: dict[int, dict[str, Any]] = {}
 
     @classmethod
     def open(cls, settings: Settings) -> Self:
@@ -181,11 +184,13 @@ class DataPlane:
             crc_sample=self._settings.io.crc_sample,
             cpu=-1 if wanted.cpu < 0 else wanted.cpu + number,
         )
+        self._stats[number] = dict(pump.stats())
         self.pumps.append(pump)
         self._loads.append(0)
+        # The exclusive descriptor itself: the kernel lets a successor have the device once no read
+        # through it is in flight, which is what makes its open a drain fence.
         devices = {
-            store.uuid: pump.add_device(fd)
-            for store, fd in zip(self.stores, self._leases, strict=True)
+            store.uuid: pump.add_device(store.device.fileno()) for store in self.stores
         }
         for image in self.images.values():
             table = pump.add_table(
@@ -245,35 +250,39 @@ class DataPlane:
                 image.clients += 1
         return Attached(pump=number, channel=channel, images=tuple(images))
 
-    def detach(self, attached: Attached) -> None:
-        """Let go of a channel; returns once no read of it is in flight."""
-        self.pumps[attached.pump].remove_channel(attached.channel)
+    def detach(self, attached: Attached, timeout_ms: int = -1) -> bool:
+        """Let go of a channel once no read of it is in flight; False if there still is one."""
+        if not self.pumps[attached.pump].remove_channel(attached.channel, timeout_ms):
+            return False
         with self._lock:
             self._loads[attached.pump] -= len(attached.images)
             for image in attached.images:
                 image.clients -= 1
-
-    def stats(self) -> list[dict[str, Any]]:
-        """Return each pump's counters."""
-        return [dict(pump.stats()) for pump in self.pumps]
-
-    def is_beating(self) -> bool:
-        """Wake every pump and tell whether its loop counter moves within half a second."""
-        before = [pump.stats()["beats"] for pump in self.pumps]
-        for pump in self.pumps:
-            os.eventfd_write(pump.wake_fd, 1)
-        deadline = time.monotonic() + BEAT_WAIT_S
-        for pump, beat in zip(self.pumps, before, strict=True):
-            while pump.stats()["beats"] == beat:
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(0.001)
         return True
 
-    def close(self) -> None:
-        """Stop the pumps, then let go of the devices. Idempotent."""
+    def stats(self) -> list[dict[str, Any]]:
+        """Return each pump's counters; those of the last look for a pump that stands still."""
+        for number, pump in enumerate(self.pumps):
+            with contextlib.suppress(TimeoutError):
+                self._stats[number] = dict(pump.stats(STATS_MS))
+        return [self._stats[number] for number in sorted(self._stats)]
+
+    def leave(self) -> None:
+        """Ask the guardians of all clients, present and future, to take over."""
         for pump in self.pumps:
-            pump.stop()
+            pump.leave()
+
+    def close(self) -> None:
+        """Stop the pumps, then let go of the devices. Idempotent.
+
+        A device that does not answer is waited for briefly. Then everything stays as it is, and
+        ``stuck`` says that only the process's end frees it; until the last read has landed the
+        kernel keeps the device from whoever comes next.
+        """
+        for pump in self.pumps:
+            self.stuck |= not pump.stop(STOP_MS)
+        if self.stuck:
+            return
         self.pumps.clear()
         for fd in self._leases:
             os.close(fd)
