@@ -214,7 +214,7 @@ class _Stager:
         found = walker.verify(
             self._stores, unnamed, checkpoint=self._checkpoint, sample=self._sample, full=True
         )
-        found.require_ok(self._stores.path)
+        found.require_ok(*(store.device.path for store in self._stores.stores))
 
     @staticmethod
     def _unnamed(info: ImageInfo, shares: Sequence[Share]) -> StoredImage:

@@ -132,6 +132,26 @@ def crc(data: bytes) -> int:
     return int(_core.crc32c(np.frombuffer(data, np.uint8)))
 
 
+def fields(data: bytes) -> dict[str, int | str]:
+    """Everything in a root's fields, whether or not it can be believed; for people."""
+    magic, version, block, sequence, ident, place, size, offset, length, area, table_crc = (
+        _ROOT.unpack_from(data)
+    )
+    return {
+        "magic": magic.decode("latin-1"),
+        "version": version,
+        "block_size": block,
+        "sequence": sequence,
+        "uuid": str(uuid.UUID(bytes=ident)),
+        "place": place,
+        "device_bytes": size,
+        "table_offset": offset,
+        "table_bytes": length,
+        "area_bytes": area,
+        "table_crc": f"{table_crc:08x}",
+    }
+
+
 # --- on the device -----------------------------------------------------------------------------
 
 
@@ -186,6 +206,14 @@ def load(device: Device) -> Loaded | None:
         f"{device.path}: neither root can be used ({'; '.join(faults)}); the tables on it must be "
         f"staged again; run: tierd format {device.path} --force {device.path}"
     )
+
+
+def peek_uuid(device: Device) -> str | None:
+    """UUID in the newest whole root, with a single look at each; None if there is none."""
+    roots = [_read_root(device, slot) for slot in (0, 1)]
+    whole = [root for root in roots if isinstance(root, Root)]
+    newest = max(whole, key=lambda root: root.sequence, default=None)
+    return None if newest is None else str(newest.uuid)
 
 
 def store(device: Device, root: Root, data: bytes) -> None:

@@ -120,14 +120,15 @@ class VerifyReport:
         }
         return {**dataclasses.asdict(self), **derived}
 
-    def require_ok(self, path: str) -> None:
-        """Raise VerifyError, naming the device and the first page or row, if anything is wrong."""
+    def require_ok(self, *paths: str) -> None:
+        """Raise VerifyError, naming the devices and the first page or row, if anything is wrong."""
         if self.ok:
             return
+        named = " ".join(f"--device {path}" for path in paths)
         raise VerifyError(
-            f"{self.image} on {path}: {self.finding}; the device changed or lost what was written; "
-            "delete the image and stage it again; "
-            f"run: tierd verify --device {path} --full {self.image}"
+            f"{self.image} on {' '.join(paths)}: {self.finding}; the device changed or lost what "
+            "was written; delete the image and stage it again; "
+            f"run: tierd verify {named} --full {self.image}"
         )
 
 
