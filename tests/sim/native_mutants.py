@@ -121,8 +121,8 @@ NATIVE_MUTANTS = (
     NativeMutant(
         "requests in flight forgotten at a restart",
         "server_ring.cc",
-        "start_at(doorbell - std::min(behind, kRingDepth));",
-        "start_at(MUTANT ? doorbell : doorbell - std::min(behind, kRingDepth));",
+        "std::min(unanswered(*view_.control), kRingDepth));",
+        "(MUTANT ? 0u : std::min(unanswered(*view_.control), kRingDepth)));",
     ),
     NativeMutant(
         "directory not emptied after a failure",
