@@ -190,9 +190,7 @@ class DataPlane:
         self._loads.append(0)
         # The exclusive descriptor itself: the kernel lets a successor have the device once no read
         # through it is in flight, which is what makes its open a drain fence.
-        devices = {
-            store.uuid: pump.add_device(store.device.fileno()) for store in self.stores
-        }
+        devices = {store.uuid: pump.add_device(store.device.fileno()) for store in self.stores}
         for image in self.images.values():
             table = pump.add_table(
                 image_id=image.info.image_id,
