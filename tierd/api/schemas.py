@@ -133,6 +133,7 @@ class Image(BaseModel):
     device: str  # the home device
     device_uuid: str
     devices: list[str]  # all that hold a share of it, the home first
+    copies: list[list[str]]  # devices of the same image's copies, its next tiers
     extents: int
     page_version: int  # format of its pages
     fault: str  # why it cannot be served; "" here, since it is
