@@ -19,6 +19,7 @@ from tierd.config import load
 from tierd.daemon import Daemon
 from tierd.daemon.attach import AttachServer
 from tierd.daemon.plane import DataPlane
+from tierd.daemon.scrub import Scrubber
 from tierd.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ async def daemon(device: Path, tmp_path: Path) -> AsyncIterator[Daemon]:
     made = Daemon(load(environ={}, overrides=overrides).settings, RestApi)
     made.catalog = Catalog(tmp_path / "catalog.db")
     made.plane = DataPlane.open(made.settings)
+    made.scrubber = Scrubber(made.plane, made.settings.io, tmp_path)
     made.attach = AttachServer(made.settings, made.plane, made.catalog, boot_id="boot")
     yield made
     made.plane.close()

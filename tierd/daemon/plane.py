@@ -24,6 +24,7 @@ from tierd.errors import (
     ImageError,
 )
 from tierd.io import _core, find_devices
+from tierd.io.copying import is_copy
 from tierd.io.store import Store
 from tierd.io.store_set import StoreSet
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 # Until a probe has measured them, windows are taken to grow by this much a layer: only their
 # order matters to a pump, and deeper layers do read later.
 LAYER_NS = 200_000
+COPIES_MAX = 7  # of an image that a pump reads; kTableCopiesMax in the core
 STATS_MS = 1000  # for a pump to answer; its loop turns in far less
 STOP_MS = 1000
 
@@ -49,12 +51,14 @@ class ServedImage:
     """An image and where it lies.
 
     Attributes:
-        striped: the image and the stores that hold it.
+        striped: the image and the stores that hold it: its first tier.
+        copies: the same pages on other devices: its next tiers, in order.
         tables: its handle in each pump.
         clients: how many clients have attached it now.
     """
 
     striped: StripedImage
+    copies: list[StripedImage] = dataclasses.field(default_factory=list)
     tables: list[int] = dataclasses.field(default_factory=list)
     clients: int = 0
 
@@ -163,15 +167,18 @@ class DataPlane:
             for stored in store.images:
                 image = self._set.striped(store, stored)
                 info = image.info
+                first = self.images.get(info.image_id)
                 if image.fault:
                     self.incomplete.append(image)
+                elif first is not None and is_copy(first.striped, image):
+                    first.copies.append(image)
                 elif info.name in names or info.image_id in self.images:
                     self.shadowed.append(f"{info.name} on {store.device.path}")
                 else:
                     names.add(info.name)
                     self.images[info.image_id] = ServedImage(image)
         # While a pump may read an image its extents are not reused, and it is not deleted.
-        for store, held in by_store(list(self.images.values()), self.stores):
+        for store, held in by_store(list(self.images.values()), self.stores, copies=True):
             self._leases.append(store.reader_fd(held))
 
     def _start_pump(self, number: int) -> None:
@@ -199,6 +206,7 @@ class DataPlane:
                 rows=image.info.table.rows,
                 window_ns=image.window_ns,
                 extents=_extent_array(image.striped, devices),
+                copies=[_extent_array(copy, devices) for copy in image.copies[:COPIES_MAX]],
             )
             image.tables.append(table)
         pump.start()
@@ -300,28 +308,37 @@ def image_map(images: Sequence[ServedImage]) -> dict[str, Any]:
                 "generation": image.info.generation,
                 "row_bytes": image.info.table.row_bytes,
                 "rows": image.info.table.rows,
-                "devices": [
-                    {"uuid": share.uuid, "extents": image.striped.extent_rows(index).tolist()}
-                    for index, share in enumerate(image.striped.shares)
-                ],
+                "devices": _shares_json(image.striped),
+                "copies": [_shares_json(copy) for copy in image.copies[:COPIES_MAX]],
             }
             for image in images
         ]
     }
 
 
+def _shares_json(image: StripedImage) -> list[dict[str, Any]]:
+    return [
+        {"uuid": share.uuid, "extents": image.extent_rows(index).tolist()}
+        for index, share in enumerate(image.shares)
+    ]
+
+
 def by_store(
-    images: Sequence[ServedImage], stores: Sequence[Store] = ()
+    images: Sequence[ServedImage], stores: Sequence[Store] = (), *, copies: bool = False
 ) -> list[tuple[Store, list[StoredImage | Part]]]:
     """Return the stores that hold these images, each once, with what each holds of them.
 
-    ``stores`` come first, in their order, whether they hold anything or not.
+    ``stores`` come first, in their order, whether they hold anything or not. With ``copies`` what
+    holds the images' copies is there, too.
     """
     found: dict[str, tuple[Store, list[StoredImage | Part]]] = {
         store.uuid: (store, []) for store in stores
     }
-    for image in images:
-        for share in image.striped.shares:
+    wanted = [image.striped for image in images]
+    if copies:
+        wanted += [copy for image in images for copy in image.copies]
+    for image in wanted:
+        for share in image.shares:
             assert share.store is not None, "images that are served are whole"
             assert share.holding is not None, "and committed"
             found.setdefault(share.uuid, (share.store, []))[1].append(share.holding)

@@ -26,6 +26,7 @@ from tierd.catalog import Catalog
 from tierd.daemon import claims
 from tierd.daemon.attach import AttachServer
 from tierd.daemon.plane import DataPlane
+from tierd.daemon.scrub import Scrubber
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,9 +77,11 @@ class Daemon:
         plane: stores, images and pumps.
         attach: the engine socket's server, and its clients.
         catalog: history.
+        scrubber: checks every page in the background.
     """
 
     plane: DataPlane
+    scrubber: Scrubber
     attach: AttachServer
     catalog: Catalog
 
@@ -126,6 +129,8 @@ class Daemon:
         stack.callback(self.catalog.close)
         self.plane = await asyncio.to_thread(DataPlane.open, settings)
         stack.push_async_callback(asyncio.to_thread, self.plane.close)
+        self.scrubber = Scrubber(self.plane, settings.io, paths.state_dir)
+        stack.push_async_callback(asyncio.to_thread, self.scrubber.stop)
 
         engine = self._listen(
             paths.engine_socket, socket.SOCK_SEQPACKET, settings.engine.socket_mode
@@ -144,6 +149,7 @@ class Daemon:
         await api.start(rest.sock)
         stack.push_async_callback(api.stop)
         self._announce()
+        self.scrubber.start()
 
     def _listen(self, path: Path, kind: socket.SocketKind, mode: int) -> claims.Listener:
         group = self.settings.engine.socket_group
@@ -205,12 +211,23 @@ class Daemon:
         while True:
             await asyncio.sleep(WATCH_S)
             await self._look_for_failures()
+            self._take_from_scrub()
             if self.catalog.degraded != degraded:
                 degraded = self.catalog.degraded
                 if degraded:
                     log.warning("history is not being kept", reason=degraded)
                 else:
                     log.info("history is being kept again", lost=self.catalog.lost)
+
+    def _take_from_scrub(self) -> None:
+        """Record what the scrub has found and finished since the last look."""
+        findings, finished = self.scrubber.take()
+        for finding in findings:
+            details = {"page": finding.page, "fault": finding.fault, "device": finding.device}
+            log.error("damage found", image=finding.image, **details)
+            self.catalog.record("damaged", finding.image, **details)
+        for name in finished:
+            self.catalog.record("scrubbed", name, bad_pages=self.scrubber.bad_pages(name))
 
     async def _look_for_failures(self) -> None:
         """Record requests that the pumps answered with a failure since the last look."""
