@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import threading
+import time
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 # Until a probe has measured them, windows are taken to grow by this much a layer: only their
 # order matters to a pump, and deeper layers do read later.
 LAYER_NS = 200_000
+BEAT_WAIT_S = 0.5
 STATS_MS = 1000  # for a pump to answer; its loop turns in far less
 STOP_MS = 1000
 
@@ -189,9 +192,7 @@ class DataPlane:
         self._loads.append(0)
         # The exclusive descriptor itself: the kernel lets a successor have the device once no read
         # through it is in flight, which is what makes its open a drain fence.
-        devices = {
-            store.uuid: pump.add_device(store.device.fileno()) for store in self.stores
-        }
+        devices = {store.uuid: pump.add_device(store.device.fileno()) for store in self.stores}
         for image in self.images.values():
             table = pump.add_table(
                 image_id=image.info.image_id,
@@ -266,6 +267,19 @@ class DataPlane:
             with contextlib.suppress(TimeoutError):
                 self._stats[number] = dict(pump.stats(STATS_MS))
         return [self._stats[number] for number in sorted(self._stats)]
+
+    def is_beating(self) -> bool:
+        """Wake every pump and tell whether its loop counter moves within half a second."""
+        before = [pump.beats for pump in self.pumps]
+        for pump in self.pumps:
+            os.eventfd_write(pump.wake_fd, 1)
+        deadline = time.monotonic() + BEAT_WAIT_S
+        for pump, beat in zip(self.pumps, before, strict=True):
+            while pump.beats == beat:
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.001)
+        return True
 
     def leave(self) -> None:
         """Ask the guardians of all clients, present and future, to take over."""
