@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import os
 import threading
+import time
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 # order matters to a pump, and deeper layers do read later.
 LAYER_NS = 200_000
 COPIES_MAX = 7  # of an image that a pump reads; kTableCopiesMax in the core
+BEAT_WAIT_S = 0.5
 STATS_MS = 1000  # for a pump to answer; its loop turns in far less
 STOP_MS = 1000
 
@@ -273,6 +275,19 @@ class DataPlane:
             with contextlib.suppress(TimeoutError):
                 self._stats[number] = dict(pump.stats(STATS_MS))
         return [self._stats[number] for number in sorted(self._stats)]
+
+    def is_beating(self) -> bool:
+        """Wake every pump and tell whether its loop counter moves within half a second."""
+        before = [pump.beats for pump in self.pumps]
+        for pump in self.pumps:
+            os.eventfd_write(pump.wake_fd, 1)
+        deadline = time.monotonic() + BEAT_WAIT_S
+        for pump, beat in zip(self.pumps, before, strict=True):
+            while pump.beats == beat:
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.001)
+        return True
 
     def leave(self) -> None:
         """Ask the guardians of all clients, present and future, to take over."""

@@ -181,6 +181,7 @@ class Pump : public Driver {
     Progress release_ring(ServerRing& ring);
     bool drain(std::uint32_t channel, std::uint64_t deadline_ns);
     void forget_channel(std::uint32_t channel);
+    void close_devices();
     void collect(PumpStats& out);
 
     // --- data path (pump.cc), the pump's thread only ---------------------------------------------

@@ -148,9 +148,8 @@ Pump::~Pump() {
         return;
     }
     stop();
-    for (const Device& device : devices_)
-        if (device.fd >= 0) close(device.fd);
     reader_.reset();
+    close_devices();  // of one that was abandoned
     close(wake_fd_);
 }
 
@@ -206,6 +205,13 @@ bool Pump::stop(std::uint64_t timeout_ns) {
         const std::lock_guard control(control_mutex_);
         if (ended_) return true;  // by another caller
         ended_ = true;
+        // The descriptors go now, not with this object: somebody may wait for the device.
+        call([this] {
+            for (std::uint32_t device = 0; device < kDevicesMax; ++device)
+                if (devices_[device].fd >= 0) reader_->remove_device(device);
+            return Progress::finished;
+        });
+        close_devices();
     }
     exit_.store(true, std::memory_order_release);
     ring_eventfd(wake_fd_);
@@ -220,6 +226,11 @@ bool Pump::stop(std::uint64_t timeout_ns) {
     commands_.clear();
     command_done_.notify_all();
     return true;
+}
+
+void Pump::close_devices() {
+    for (Device& device : devices_)
+        if (device.fd >= 0) close(std::exchange(device.fd, -1));
 }
 
 void Pump::leave() {

@@ -55,8 +55,9 @@ bool ServerRing::adopt() {
 void ServerRing::start_behind_answers() {
     // The later of the two done words, seen from the doorbell, which both can trail by at most a
     // ring's depth. Anything else is nonsense and restarts the ring at its doorbell.
-    start_at(load_acquire(view_.control->doorbell.value) -
-             std::min(unanswered(*view_.control), kRingDepth));
+    const std::uint32_t doorbell = load_acquire(view_.control->doorbell.value);
+    const std::uint32_t behind = unanswered(*view_.control);
+    start_at(doorbell - std::min(behind, kRingDepth));
 }
 
 void ServerRing::take() {
