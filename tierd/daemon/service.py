@@ -183,6 +183,7 @@ class Daemon:
         self.plane = await asyncio.to_thread(DataPlane.open, settings)
         stack.push_async_callback(asyncio.to_thread, self.plane.close)
         self.scrubber = Scrubber(self.plane, settings.io, paths.state_dir)
+        stack.callback(self._take_from_scrub)  # the last findings, once it has stopped
         stack.push_async_callback(asyncio.to_thread, self.scrubber.stop)
         stack.callback(self._start_watchdog().stop)
 
