@@ -43,6 +43,7 @@ class Pump(BaseModel):
     failed: dict[str, int]  # requests, by status
     reads: int
     retries: int
+    next_tier: int  # pages read from a copy of the image, after the retry
     crc_checked: int
     in_flight: int
     in_flight_max: int
