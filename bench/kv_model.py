@@ -257,6 +257,37 @@ def draw(
     return Batch(tokens, answers)
 
 
-def recall_pct(logits: torch.Tensor, batch: Batch) -> float:
-    right = (logits.view(*batch.answers.shape, -1).argmax(-1) == batch.targets)[batch.answers]
-    return 100 * float(right.float().mean())
+def drill(batch: int, length: int, *, pairs: int, generator: torch.Generator) -> Batch:
+    """Sequences of nothing but records of few keys: every repetition is a question.
+
+    Long text with a few questions teaches recall slowly; this is where its heads form.
+    """
+    device = generator.device
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.rand(*size, generator=generator, device=device)
+
+    count = length // RECORD + 1
+    keys = random(batch, KEYS).argsort(1)[:, :pairs] + FIRST_KEY
+    values = (random(batch, pairs) * VALUES).long() + FIRST_VALUE
+    which = (random(batch, count) * pairs).long()
+    k, v = keys.gather(1, which), values.gather(1, which)
+    tokens = torch.stack([torch.full_like(k, KEY), k, k + KEYS, v], -1).flatten(1)
+    same = (which[:, :, None] == which[:, None, :]).tril(-1).any(-1)  # asked before
+    answers = torch.zeros(batch, length, dtype=torch.bool, device=device)
+    place = torch.arange(count - 1, device=device) * RECORD + RECORD - 2
+    answers[:, place] = same[:, :-1]
+    return Batch(tokens[:, : length + 1], answers)
+
+
+def join(first: Batch, second: Batch) -> Batch:
+    """One batch of both."""
+    return Batch(
+        torch.cat([first.tokens, second.tokens]), torch.cat([first.answers, second.answers])
+    )
+
+
+def recall_pct(logits: torch.Tensor, batch: Batch, sequences: int | None = None) -> float:
+    """Share of right answers, in the batch or its first sequences."""
+    right = logits.view(*batch.answers.shape, -1).argmax(-1) == batch.targets
+    return 100 * float(right[:sequences][batch.answers[:sequences]].float().mean())

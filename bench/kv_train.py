@@ -18,9 +18,20 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from bench.kv_model import MEDIUM, SMALL, Batch, Model, draw, recall_pct, source_text
+from bench.kv_model import (
+    KEYS,
+    MEDIUM,
+    SMALL,
+    Batch,
+    Model,
+    draw,
+    drill,
+    join,
+    recall_pct,
+    source_text,
+)
 
-TOKENS = 65_536  # a step
+TOKENS = 32_768  # a step
 LENGTHS = (256, 512, 1024, 2048, 4096)
 LEARNED_PCT = 93.0
 ANSWER_WEIGHT = 12.0
@@ -30,7 +41,7 @@ RATES = {"small": 3e-3, "medium": 1.5e-3}
 class Curriculum:
     """Which length is trained now: the next one once recall is learned or its time is up."""
 
-    def __init__(self, lengths: tuple[int, ...] = LENGTHS, share: float = 0.55) -> None:
+    def __init__(self, lengths: tuple[int, ...] = LENGTHS, share: float = 0.6) -> None:
         self.lengths = lengths
         self.share = share / (len(lengths) - 1)  # of the whole time, for each short length
         self.stage = 0
@@ -89,7 +100,13 @@ def train(
     while (progress := (time.perf_counter() - began) / seconds) < 1:
         for group in optimizer.param_groups:
             group["lr"] = rate(progress, step, RATES[name])
-        batch = draw(text, tokens // plan.length, plan.length, held=False, generator=generator)
+        count = tokens // plan.length
+        drilled = count // (2 if plan.stage == 0 else 8)
+        batch = draw(text, count - drilled, plan.length, held=False, generator=generator)
+        if drilled:
+            pairs = min(KEYS, 8 << plan.stage)
+            more = drill(drilled, plan.length, pairs=pairs, generator=generator)
+            batch = join(batch, more)
         logits = model.forward(batch.inputs)
         loss, plain = loss_of(logits, batch)
         optimizer.zero_grad(set_to_none=True)
@@ -98,7 +115,8 @@ def train(
         optimizer.step()
         step += 1
         if step % 10 == 0:
-            recall, mean = recall_pct(logits.detach(), batch), float(plain.detach())
+            mean = float(plain.detach())
+            recall = recall_pct(logits.detach(), batch, count - drilled)
             plan.learn(recall, progress)
         if step % 200 == 0:
             took = time.perf_counter() - began
