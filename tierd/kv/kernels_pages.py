@@ -72,9 +72,9 @@ def append(
             if (block * BLOCK < start + QUERIES) & (host >= 0):
                 slot = slot_for(block, is_sparse, K)
                 page = tl.load(page_table + row * pages_stride + slot).to(tl.int64)
-                at = pages + (page * HEADS + head) * 2 * BLOCK * DIM
+                first = pages + (page * HEADS + head) * 2 * BLOCK * DIM
                 keys = tl.load(
-                    at + token[:, None] * DIM + d[None, :], mask=inside[:, None], other=0
+                    first + token[:, None] * DIM + d[None, :], mask=inside[:, None], other=0
                 ).to(tl.float32)
                 low = tl.min(tl.where(inside[:, None], keys, float("inf")), 0)
                 high = tl.max(tl.where(inside[:, None], keys, float("-inf")), 0)
