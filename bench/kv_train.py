@@ -41,9 +41,8 @@ RATES = {"small": 3e-3, "medium": 1.5e-3}
 class Curriculum:
     """Which length is trained now: the next one once recall is learned or its time is up."""
 
-    def __init__(self, lengths: tuple[int, ...] = LENGTHS, share: float = 0.6) -> None:
+    def __init__(self, lengths: tuple[int, ...] = LENGTHS) -> None:
         self.lengths = lengths
-        self.share = share / (len(lengths) - 1)  # of the whole time, for each short length
         self.stage = 0
         self.entered = 0.0
         self.recall = 0.0
@@ -54,7 +53,9 @@ class Curriculum:
 
     def learn(self, recall: float, progress: float) -> None:
         self.recall += 0.1 * (recall - self.recall)
-        done = self.recall > LEARNED_PCT or progress - self.entered > self.share
+        # Recall is learned at the shortest length or not at all, so that one gets most of the time.
+        share = 0.35 if self.stage == 0 else 0.1
+        done = self.recall > LEARNED_PCT or progress - self.entered > share
         if done and self.stage + 1 < len(self.lengths):
             self.stage, self.entered, self.recall = self.stage + 1, progress, 0.0
 

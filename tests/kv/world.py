@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from tierd.errors import KvPoolFullError
+from tierd.io.pool import PoolView
 from tierd.kv import layer as places
 from tierd.kv.layer import EMPTY, LayerState, Tables, header_of
 from tierd.kv.ops import Kernels, Reference
+from tierd.kv.pool import KvPool
 from tierd.kv.requests import Parked, Requests
 from tierd.kv.shape import Budget, KvShape
 
@@ -21,8 +23,9 @@ class World:
     def __init__(
         self, shape: KvShape, budget: Budget, *, rows: int = 3, blocks: int = 16,
         gpu_pages: int = 64, host_pages: int = 96, kernels: bool = False, seed: int = 0,
+        device: str = "cpu",
     ) -> None:  # fmt: skip
-        self.shape, self.budget = shape, budget
+        self.shape, self.budget, self.device = shape, budget, device
         self.generator = torch.Generator().manual_seed(seed)
         self.ops: Reference | Kernels = (
             Kernels(shape, budget, splits=2, tile=64, programs=3)
@@ -30,22 +33,25 @@ class World:
             else Reference(shape, budget)
         )
         self.plain = Reference(shape, budget)  # prompts: the interpreter would take seconds
-        self.tables = Tables.make(rows, blocks, budget, "cpu")
-        entry = (shape.kv_heads, 2, shape.block, shape.head_dim)
+        self.tables = Tables.make(rows, blocks, budget, device)
+        view = PoolView.private(host_pages, layers=shape.layers, block_bytes=shape.block_bytes)
+        self.pool = KvPool(view, shape, device)
         self.layers = [
             LayerState.make(
                 n, shape, budget, rows=rows, blocks_max=blocks, gpu_pages=gpu_pages,
-                host=torch.full((host_pages, *entry), torch.nan, dtype=shape.dtype),
-                headers=torch.full((host_pages, 4), -7, dtype=torch.int32), device="cpu",
+                host=self.pool.host(n), headers=self.pool.headers(n), device=device,
             )
             for n in range(shape.layers)
         ]  # fmt: skip
+        for layer in self.layers:  # what was never written must not pass for anything
+            layer.host.fill_(torch.nan)
+            layer.headers.fill_(-7)
         self.requests = Requests(shape, budget, self.tables, self.layers, range(host_pages))
         self.truth: dict[int, torch.Tensor] = {}
         self.waited: list[int] = []
 
     def random(self, *size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=self.generator).to(self.shape.dtype)
+        return torch.randn(*size, generator=self.generator).to(self.device, self.shape.dtype)
 
     def past(self, row: int) -> torch.Tensor:
         return self.truth[self.requests.rows[row].number]
@@ -182,8 +188,9 @@ class World:
         for block in range(int(layer.landed[row].min())):
             host = request.host[block]
             owner = torch.tensor(request.owner[block], dtype=torch.int32)
-            assert torch.equal(layer.headers[host], header_of(owner, block, layer.number))
+            want = header_of(owner, block, layer.number)
+            assert torch.equal(layer.headers[host].cpu(), want)
             for head in range(self.shape.kv_heads):
-                want = self._entry(row, layer.number, head, block)
-                assert torch.equal(layer.host[host, head], want)
+                entry = self._entry(row, layer.number, head, block)
+                assert torch.equal(layer.host[host, head], entry)
         return int(layer.landed[row].min())

@@ -24,7 +24,7 @@ else:
         return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pages_stride"])
 def attend(
     q, pages, out, partial, extremes, page_table, map_, length, sparse, slots, pages_stride, scale,
     QUERIES: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,

@@ -26,7 +26,7 @@ def slot_for(block, sparse, K: tl.constexpr):
     return tl.where(sparse != 0, K + block % LOCAL, block)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pages_stride", "host_stride"])
 def append(
     k, v, pages, page_table, host_table, map_, slot_of, length, sparse, slots, summaries,
     pages_stride, host_stride,
@@ -83,7 +83,7 @@ def append(
                 tl.store(out + DIM, high.to(summaries.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pages_stride", "host_stride", "layer"])
 def write_back(
     pages, host, headers, page_table, host_table, owner, landed, length, sparse, slots, counters,
     pages_stride, host_stride, layer,
@@ -132,7 +132,7 @@ def is_owned(headers, owner, host, block, layer):
     return request & generation & place
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pages_stride", "host_stride", "layer", "items"])
 def transfer(
     plan_block, plan_slot, plan_count, pages, host, headers, page_table, host_table, owner, map_,
     slot_of, counters, pages_stride, host_stride, layer, items,

@@ -30,7 +30,7 @@ C_WANTED = tl.constexpr(places.C_WANTED)
 C_HIT = tl.constexpr(places.C_HIT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["host_stride", "query_row"])
 def score(
     q, summaries, scores, host_table, length, sparse, host_stride, query_row,
     QUERIES: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
@@ -87,7 +87,7 @@ def largest(key, wanted, BITS: tl.constexpr):
     return (above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= spare))) & (wanted > 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["host_stride"])
 def select(
     scores, map_, slot_of, stamp, plan_block, plan_slot, plan_count, length, sparse, step, admit,
     counters, host_stride,
