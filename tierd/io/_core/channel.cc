@@ -68,7 +68,8 @@ std::uint64_t lay_out(const std::vector<RingSpec>& specs, RingEntry* entries) {
         e.control = at;
         e.descriptors = e.control + sizeof(RingControl);
         e.stats = e.descriptors + kRingDepth * descriptor_bytes(spec.rows_max);
-        at = e.stats + sizeof(RingStats);
+        e.samples = e.stats + sizeof(RingStats);
+        at = e.samples + sizeof(SampleHeader) + kSampleCapacity * sizeof(std::uint64_t);
     }
     at = align_up(at, kPageBytes);
     for (std::size_t i = 0; i < specs.size(); ++i) {
@@ -141,6 +142,11 @@ Channel::Channel(std::uint32_t rank, std::uint32_t world, const ClientId& client
     header.pid = static_cast<std::uint32_t>(getpid());
     std::copy(client_id.begin(), client_id.end(), header.client_id);
     std::copy_n(entries.begin(), ring_count_, header.rings);
+    for (std::uint32_t i = 0; i < ring_count_; ++i) {
+        auto& samples = *reinterpret_cast<SampleHeader*>(base_ + entries[i].samples);
+        samples.capacity = kSampleCapacity;
+        samples.threshold = kSampleThreshold;
+    }
     // The magic comes last: a header that has it is whole.
     store_release(header.magic, kChannelMagic);
 }

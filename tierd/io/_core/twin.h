@@ -89,6 +89,7 @@ class TwinTable {
     void look_up_and_publish();
     void retire_replaced();
     void look_up();
+    void sample(bool prefill);
     void publish_misses(std::size_t& next);
     void publish_request(std::size_t first, std::size_t count);
     Fill drain();

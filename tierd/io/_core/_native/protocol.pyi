@@ -19,6 +19,16 @@ ARENA_PAGES_LIMIT: int = 2097152
 
 RING_FLAG_GPU: int = 1
 
+SAMPLE_HEADER_BYTES: int = 64
+
+SAMPLE_CAPACITY: int = 4096
+
+SAMPLE_THRESHOLD: int = 67108864
+
+SAMPLE_PREFILL: int = 17179869184
+
+SAMPLE_STAMP_SHIFT: int = 40
+
 HEADER_BYTES: int = 8192
 
 CONTROL_BYTES: int = 1024
@@ -52,6 +62,8 @@ OFFSET_STATUS_G: int = 576
 OFFSET_TENURE: int = 640
 
 def descriptor_bytes(rows_max: int) -> int: ...
+
+def sample_hash(row: int) -> int: ...
 
 def array_bytes(rows_max: int) -> int: ...
 
