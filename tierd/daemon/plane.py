@@ -6,7 +6,9 @@ event loop calls it from worker threads. One lock keeps the book; the pumps have
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import difflib
 import os
 import threading
 import time
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from tierd.errors import AttachError, ConfigError, ImageError
+from tierd.errors import AttachError, ConfigError, ImageError, NoDeviceError
 from tierd.io import _core
 from tierd.io.store import Store
 
@@ -33,7 +35,7 @@ LAYER_NS = 200_000
 BEAT_WAIT_S = 0.5
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class ServedImage:
     """An image and where it lies.
 
@@ -86,8 +88,10 @@ class DataPlane:
         self._settings = settings
         self._lock = threading.Lock()
         self._loads: list[int] = []
+        self._devices: list[dict[str, int]] = []  # per pump: store's uuid -> the pump's number
+        self._retired: list[ServedImage] = []  # replaced or deleted, and still attached
         self.stores: list[Store] = []
-        self.images: dict[int, ServedImage] = {}
+        self.images: dict[int, ServedImage] = {}  # replaced, never changed
         self.shadowed: list[str] = []
         self.pumps: list[Any] = []
 
@@ -117,15 +121,22 @@ class DataPlane:
         return plane
 
     def _collect_images(self) -> None:
-        names = set()
+        """Look through the stores; images that are served already stay the same objects."""
+        known = {image.info.name: image for image in self.images.values()}
+        names, images, shadowed = set(), {}, []
         for store in self.stores:
             for stored in store.images:
                 info = stored.info
-                if info.name in names or info.image_id in self.images:
-                    self.shadowed.append(f"{info.name} on {store.device.path}")
+                if info.name in names or info.image_id in images:
+                    shadowed.append(f"{info.name} on {store.device.path}")
                     continue
                 names.add(info.name)
-                self.images[info.image_id] = ServedImage(stored, store)
+                served = known.get(info.name)
+                if served is None or (served.stored, served.store) != (stored, store):
+                    served = ServedImage(stored, store)
+                images[info.image_id] = served
+        # Replaced as a whole: others read it at any time, without a lock.
+        self.images, self.shadowed = images, shadowed
 
     def _start_pump(self, number: int) -> None:
         wanted = self._settings.pump
@@ -144,20 +155,56 @@ class DataPlane:
         for store in self.stores:
             fd = store.device.readonly_fd()
             try:
-                devices[id(store)] = pump.add_device(fd)
+                devices[store.uuid] = pump.add_device(fd)
             finally:
                 os.close(fd)
+        self._devices.append(devices)
         for image in self.images.values():
-            table = pump.add_table(
-                image_id=image.info.image_id,
-                generation=image.info.generation,
-                row_bytes=image.info.table.row_bytes,
-                rows=image.info.table.rows,
-                window_ns=image.window_ns,
-                extents=_extent_array(image.extents, devices[id(image.store)]),
-            )
-            image.tables.append(table)
+            self._add_table(number, image)
         pump.start()
+
+    def _add_table(self, number: int, image: ServedImage) -> None:
+        table = self.pumps[number].add_table(
+            image_id=image.info.image_id,
+            generation=image.info.generation,
+            row_bytes=image.info.table.row_bytes,
+            rows=image.info.table.rows,
+            window_ns=image.window_ns,
+            extents=_extent_array(image.extents, self._devices[number][image.store.uuid]),
+        )
+        image.tables.append(table)
+
+    def refresh(self) -> None:
+        """Serve what the stores hold now: what was staged meanwhile, and no more what was deleted.
+
+        Clients keep what they have attached: the tables of a replaced image go with its last one.
+        """
+        with self._lock:
+            before = list(self.images.values())
+            self._collect_images()
+            after = list(self.images.values())
+            for image in after:
+                for number in range(len(image.tables), len(self.pumps)):
+                    self._add_table(number, image)
+            self._retired += [image for image in before if image not in after]
+            self._drop_retired()
+
+    def _drop_retired(self) -> None:
+        for image in [each for each in self._retired if not each.clients]:
+            self._retired.remove(image)
+            for pump, table in zip(self.pumps, image.tables, strict=False):
+                pump.remove_table(table)
+
+    def delete(self, name: str, *, wipe: bool = False) -> None:
+        """Delete an image that nobody has attached.
+
+        Raises:
+            ImageError: it is not served here.
+            DeviceBusyError: somebody has attached it.
+            DeviceError: the device could not be changed.
+        """
+        self.named(name).store.delete_image(name, wipe=wipe)
+        self.refresh()
 
     def find(self, image_id: int, generation: int) -> ServedImage:
         """Return the image that a client asks for.
@@ -175,6 +222,33 @@ class DataPlane:
             )
         return image
 
+    def named(self, name: str) -> ServedImage:
+        """Return the image called ``model/table``.
+
+        Raises:
+            ImageError: it is not served here.
+        """
+        for image in self.images.values():
+            if image.info.name == name:
+                return image
+        near = difflib.get_close_matches(name, [i.info.name for i in self.images.values()], n=1)
+        hint = f"; did you mean {near[0]}?" if near else "; run: tierd images"
+        raise ImageError(f"there is no image {name[:200]} here{hint}")
+
+    def store_of(self, device: str) -> Store:
+        """Return the store on a device, named by its path or its UUID.
+
+        Raises:
+            DeviceError: this daemon does not have it.
+        """
+        for store in self.stores:
+            if device in {store.uuid, store.device.path}:
+                return store
+            with contextlib.suppress(OSError):
+                if os.path.samefile(device, store.device.path):
+                    return store
+        raise NoDeviceError(f"{device[:200]}: not a device of this daemon; run: tierd status")
+
     def attach(self, channel_fd: int, images: Sequence[ServedImage]) -> Attached:
         """Hand a channel to the pump with the fewest rings; image i becomes ring i.
 
@@ -184,6 +258,8 @@ class DataPlane:
         with self._lock:
             number = min(range(len(self.pumps)), key=lambda pump: self._loads[pump])
             self._loads[number] += len(images)
+            for image in images:
+                image.clients += 1  # from here on its tables stay
         pump = self.pumps[number]
         channel = None
         try:
@@ -193,21 +269,21 @@ class DataPlane:
         except (ValueError, OSError, RuntimeError) as error:
             if channel is not None:
                 pump.remove_channel(channel)
-            with self._lock:
-                self._loads[number] -= len(images)
+            self._release(number, images)
             raise AttachError(f"the channel cannot be served: {error}") from None
-        with self._lock:
-            for image in images:
-                image.clients += 1
         return Attached(pump=number, channel=channel, images=tuple(images))
 
     def detach(self, attached: Attached) -> None:
         """Let go of a channel; returns once no read of it is in flight."""
         self.pumps[attached.pump].remove_channel(attached.channel)
+        self._release(attached.pump, attached.images)
+
+    def _release(self, number: int, images: Sequence[ServedImage]) -> None:
         with self._lock:
-            self._loads[attached.pump] -= len(attached.images)
-            for image in attached.images:
+            self._loads[number] -= len(images)
+            for image in images:
                 image.clients -= 1
+            self._drop_retired()
 
     def stats(self) -> list[dict[str, Any]]:
         """Return each pump's counters."""
