@@ -92,7 +92,7 @@ async def test_a_dry_run_says_what_would_change_and_changes_nothing(
     _, _, plan = await rest.answer("POST", "/v1/jobs?dry_run=true", json=asked)
     assert plan["changes"] == []
     _, _, plan = await rest.answer("DELETE", f"/v1/images/{IMAGE}?dry_run=true")
-    assert plan["changes"] == [f"{IMAGE}: deleted, 81920 bytes of {device} free"]
+    assert plan["changes"] == [f"{IMAGE}: deleted, 81920 bytes free"]
     assert (await rest.get("/v1/jobs"))["jobs"] == []
     assert store.sequence == before
 
@@ -105,7 +105,7 @@ async def test_verification_finds_damage(rest: Rest, staged: Node) -> None:
     assert [image["image"] for image in whole["images"]] == [IMAGE, "v41/layers.14.engram"]
     image = rest.daemon.plane.named(IMAGE)
     fd = os.open(image.store.device.path, os.O_WRONLY)
-    os.pwrite(fd, b"damage", image.extents[0].device_page * 4096 + 100)
+    os.pwrite(fd, b"damage", image.striped.shares[0].extents[0].device_page * 4096 + 100)
     os.close(fd)
     job = await begin(rest, kind="verify", full=True, images=[IMAGE])
     found = await rest.job(job["job"])
@@ -179,7 +179,7 @@ async def test_requests_that_cannot_be_done_are_refused_at_once(rest: Rest, tmp_
     for asked, status, words in (
         ({"kind": "stage", "checkpoint": "/nowhere"}, 409, "/nowhere"),
         ({"kind": "stage", "checkpoint": str(big.path)}, 409, "bytes free, the tables need"),
-        ({"kind": "stage", "checkpoint": str(big.path), "device": "x"}, 404, "not a device"),
+        ({"kind": "stage", "checkpoint": str(big.path), "devices": ["x"]}, 404, "not a device"),
         ({"kind": "stage", "checkpoint": str(big.path), "tables": ["x"]}, 409, "near names"),
         ({"kind": "stage", "checkpoint": str(big.path), "model": "a b"}, 404, "cannot be used"),
         ({"kind": "verify", "images": ["v41/layers.2.engram"]}, 404, "did you mean"),

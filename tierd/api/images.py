@@ -68,7 +68,7 @@ async def delete_image(call: Call) -> schemas.Job | schemas.DryRun:
         todo = work.delete(plane, catalog, image.info.name, wipe=query.wipe)
         if query.dry_run:
             size = image.info.pages * PAGE_BYTES
-            text = f"{image.info.name}: deleted, {size} bytes of {image.store.device.path} free"
+            text = f"{image.info.name}: deleted, {size} bytes free"
             return schemas.DryRun(changes=[text])
         asked = {"image": image.info.name, "wipe": query.wipe}
         job = Job("delete", image.info.name, asked, call.request[CALLER].name)
@@ -114,7 +114,7 @@ def _table(image: ServedImage, sums: dict[str, Counter[str]]) -> schemas.Table:
         rows=info.table.rows,
         row_bytes=info.table.row_bytes,
         tier="disk",
-        devices=[image.store.device.path],
+        devices=[store.device.path for store in image.striped.stores],
         window_us=image.window_ns / 1000,
         window_source="assumed",
         clients=image.clients,
@@ -148,6 +148,9 @@ def _image(image: ServedImage) -> schemas.Image:
         staged_at=moment(info.staged_at),
         device=image.store.device.path,
         device_uuid=image.store.uuid,
-        extents=len(image.extents),
+        extents=image.extents,
+        page_version=info.page_version,
+        fault="",
+        devices=[store.device.path for store in image.striped.stores],
         clients=image.clients,
     )

@@ -38,7 +38,9 @@ class StageRequest(Body):
 
     kind: Literal["stage"]
     checkpoint: Path = Field(description="Its directory, as the daemon sees it.")
-    device: Name | None = Field(None, description="Path or UUID; null: the first device.")
+    devices: list[Name] = Field(
+        default=[], max_length=8, description="Path or UUID each; empty: all of the daemon's."
+    )
     model: Name | None = Field(
         None, description="Name of the images' model; null: the directory's."
     )
@@ -143,14 +145,14 @@ def _judge(
             staging = work.Staging.judge(
                 plane,
                 checkpoint=asked.checkpoint,
-                device=asked.device,
+                devices=asked.devices,
                 model=asked.model,
                 wanted=asked.tables,
                 tensors=asked.tensors,
             )
             changes = [
                 f"{table.name}: {'replaced' if table.replaces else 'staged'}, "
-                f"{table.size_bytes} bytes on {staging.store.device.path}"
+                f"{table.size_bytes} bytes on {staging.stores.path}"
                 for table in staging.tables
                 if not table.present
             ]

@@ -27,6 +27,20 @@ class Devices(BaseModel):
     devices: list[Device]
 
 
+class AbsentDevice(BaseModel):
+    """A configured device that could not be opened."""
+
+    device: str
+    reason: str
+
+
+class IncompleteImage(BaseModel):
+    """An image that is not served."""
+
+    name: str
+    reason: str  # which device it lacks, or which format it has
+
+
 class Pump(BaseModel):
     """A native thread that serves rings; counters since the daemon's start."""
 
@@ -66,6 +80,8 @@ class Status(BaseModel):
     devices: list[Device]
     pumps: list[Pump]
     images: int
+    absent_devices: list[AbsentDevice]
+    incomplete_images: list[IncompleteImage]
     shadowed_images: list[str]  # on a second device too; the first one serves them
     clients: int
     rings: int
@@ -112,9 +128,12 @@ class Image(BaseModel):
     digest_kind: str
     tensors: list[str]
     staged_at: str
-    device: str
+    device: str  # the home device
     device_uuid: str
+    devices: list[str]  # all that hold a share of it, the home first
     extents: int
+    page_version: int  # format of its pages
+    fault: str  # why it cannot be served; "" here, since it is
     clients: int
 
 

@@ -47,6 +47,13 @@ def _status(
         devices=[device_answer(store) for store in plane.stores],
         pumps=[schemas.Pump.model_validate(pump) for pump in counters],
         images=len(plane.images),
+        absent_devices=[
+            schemas.AbsentDevice(device=name, reason=why) for name, why in plane.absent.items()
+        ],
+        incomplete_images=[
+            schemas.IncompleteImage(name=image.name, reason=image.fault)
+            for image in plane.incomplete
+        ],
         shadowed_images=plane.shadowed,
         clients=len(clients),
         rings=sum(len(client.view.rings) for client in clients),

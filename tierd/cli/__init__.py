@@ -6,7 +6,17 @@ the standard library and click is imported inside the commands, so that help ans
 
 from __future__ import annotations
 
-from tierd.cli import config, jobs, serving, storage, watching
+from tierd.cli import config, devices, images, jobs, serving, storage, watching
 from tierd.cli.base import cli, main
 
-__all__ = ["cli", "config", "jobs", "main", "serving", "storage", "watching"]
+__all__ = [
+    "cli",
+    "config",
+    "devices",
+    "images",
+    "jobs",
+    "main",
+    "serving",
+    "storage",
+    "watching",
+]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from tierd.cli.base import Group, api_option, cli, config_option, json_option, load, print_json
-from tierd.errors import ConfigError, DaemonError, JobFailedError, NoDaemonError
+from tierd.errors import ConfigError, DaemonError, JobFailedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _ENDED = {"done", "failed", "cancelled"}
 
@@ -19,32 +23,49 @@ def api_path(api_socket: str | None, config_path: Path | None) -> Path:
     return Path(api_socket) if api_socket else load(config_path).settings.paths.api_socket
 
 
-def daemon_of(device: str, api_socket: str | None, config_path: Path | None) -> Path | None:
-    """The REST socket of the daemon that serves ``device``; None if none does.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Serving:
+    """A daemon that has the devices in question.
 
-    A daemon that was named has to be there; one that was not may be unreachable, and then the
-    device itself will say whether somebody holds it.
+    Attributes:
+        path: its REST socket.
+        devices: their UUIDs.
+    """
+
+    path: Path
+    devices: list[str]
+
+
+def daemon_of(
+    devices: Sequence[str], api_socket: str | None, config_path: Path | None
+) -> Serving | None:
+    """Find the daemon that serves ``devices`` (all of its own if none is named).
+
+    None if none does. A daemon that was named has to be there; one that was not may be
+    unreachable, and then the device itself will say whether somebody holds it.
     """
     from tierd.api import rest_client
 
     try:
         path = api_path(api_socket, config_path)
-        devices = rest_client.get(path, "/v1/devices")["devices"]
-    except NoDaemonError:
-        if api_socket:
-            raise
-        return None
+        served = rest_client.get(path, "/v1/devices")["devices"]
     except (ConfigError, DaemonError):
         if api_socket:
             raise
         return None
-    for each in devices:
-        try:
-            if device == each["uuid"] or os.path.samefile(device, each["path"]):
-                return path
-        except OSError:
-            continue
-    return None
+    if not devices:
+        return Serving(path, [each["uuid"] for each in served])
+    found = [each["uuid"] for name in devices for each in served if _is_same(name, each)]
+    return Serving(path, found) if len(found) == len(devices) else None
+
+
+def _is_same(name: str, device: dict[str, Any]) -> bool:
+    if name.startswith("UUID="):
+        return name == f"UUID={device['uuid']}"
+    try:
+        return os.path.samefile(name, device["path"])
+    except OSError:
+        return False
 
 
 def run(path: Path, request: dict[str, Any], *, title: str, quiet: bool) -> dict[str, Any]:

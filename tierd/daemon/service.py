@@ -178,6 +178,13 @@ class Daemon:
                 reason=device.direct_reason,
                 images=len(store.images),
             )
+        for name, why in plane.absent.items():
+            log.error("device not there", device=name, error=why)
+        for note in plane.notes:
+            log.warning("device", note=note)
+        for lacking in plane.incomplete:
+            log.error("image not served", image=lacking.name, reason=lacking.fault)
+            self.catalog.record("incomplete", lacking.name, reason=lacking.fault)
         for name in plane.shadowed:
             log.warning("image not served from here: another device has it as well", image=name)
         pump = plane.pumps[0]

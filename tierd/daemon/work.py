@@ -10,11 +10,12 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tierd.errors import DeviceBusyError, DeviceTooSmallError
+from tierd.errors import DeviceBusyError
 from tierd.io import probe as probing
 from tierd.io import staging, tables, walker
 from tierd.io.checkpoint import Checkpoint
-from tierd.io.layout import UNIT_PAGES, Geometry, units_of
+from tierd.io.layout import Geometry
+from tierd.io.store_set import StoreSet
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from tierd.catalog import Catalog
     from tierd.daemon.jobs import Job, Work
     from tierd.daemon.plane import DataPlane, ServedImage
-    from tierd.io.store import Store
     from tierd.types import TableSpec
 
 PAGE_BYTES = 4096
@@ -55,7 +55,7 @@ class Staging:
     """
 
     plane: DataPlane
-    store: Store
+    stores: StoreSet
     source: Checkpoint
     specs: list[TableSpec]
     model: str
@@ -67,17 +67,17 @@ class Staging:
         plane: DataPlane,
         *,
         checkpoint: str,
-        device: str | None,
+        devices: Sequence[str],
         model: str | None,
         wanted: Sequence[str],
         tensors: Sequence[str],
     ) -> Staging:
-        """Read the checkpoint's headers and look whether its tables fit the device.
+        """Read the checkpoint's headers and look whether its tables fit the devices.
 
         Args:
             plane: whose device it is.
             checkpoint: directory, as the daemon sees it.
-            device: path or UUID; None means the only one.
+            devices: path or UUID each; none means all of the daemon's.
             model: None means the directory's name.
             wanted: names of tables; none means all.
             tensors: tensors that are tables although no rule recognises them.
@@ -85,58 +85,45 @@ class Staging:
         Raises:
             TierdError: it cannot be done, and why.
         """
-        store = plane.stores[0] if device is None else plane.store_of(device)
+        stores = StoreSet(list(map(plane.store_of, devices)) or plane.stores)
         source = Checkpoint.open(checkpoint)
         found = tables.find_tables(source, tensors=list(tensors))
         specs = tables.choose_tables(found, wanted, source)
         name = model or Path(checkpoint).resolve().name
         staging.require_model_name(name)
-        planned = [_plan(store, source, spec, name) for spec in specs]
-        _require_room(store, planned)
-        return cls(plane, store, source, specs, name, planned)
+        planned = [_plan(stores, source, spec, name) for spec in specs]
+        new = [table for table in planned if not table.present]
+        stores.require_room([(table.name, table.size_bytes // PAGE_BYTES) for table in new])
+        return cls(plane, stores, source, specs, name, planned)
 
     def work(self, catalog: Catalog) -> Work:
         """Return the work: stage, then serve what is new."""
 
         def run(job: Job) -> dict[str, Any]:
-            job.say(f"staging to {self.store.device.path}")
+            job.say(f"staging to {self.stores.path}")
             try:
                 results = staging.stage(
-                    self.store, self.source, self.specs, model=self.model, progress=job.report
+                    self.stores, self.source, self.specs, model=self.model, progress=job.report
                 )
             finally:
                 self.plane.refresh()  # tables that were committed before an error are served too
             for result in results:
                 if result.written_bytes:
-                    name, device = result.info.name, self.store.device.path
-                    catalog.record("staged", name, device=device, **result.to_json())
+                    devices = [store.device.path for store in self.stores.stores]
+                    details = {k: v for k, v in result.to_json().items() if k != "name"}
+                    catalog.record("staged", result.info.name, devices=devices, **details)
             return {"images": [result.to_json() for result in results]}
 
         return run
 
 
-def _plan(store: Store, source: Checkpoint, spec: TableSpec, model: str) -> PlannedTable:
+def _plan(stores: StoreSet, source: Checkpoint, spec: TableSpec, model: str) -> PlannedTable:
     name = f"{model}/{spec.name}"
-    there = store.find(name)
+    there = stores.find(name)
     present = there is not None and there.info.fingerprint == tables.fingerprint(source, spec)
     pages = Geometry.of(spec.row_bytes, spec.rows).pages
     replaces = there is not None and not present
     return PlannedTable(name, spec.rows, pages * PAGE_BYTES, present, replaces)
-
-
-def _require_room(store: Store, planned: Sequence[PlannedTable]) -> None:
-    """Refuse at once what cannot fit; the staging itself looks again, and exactly."""
-    unit = UNIT_PAGES * PAGE_BYTES
-    need = sum(
-        units_of(each.size_bytes // PAGE_BYTES) * unit for each in planned if not each.present
-    )
-    dropped = sum(store.pages_after_dropping(each.name) for each in planned if each.replaces)
-    have = (store.free_pages + dropped) * PAGE_BYTES
-    if need > have:
-        raise DeviceTooSmallError(
-            f"{store.device.path} has {have} bytes free, the tables need {need}; delete an image "
-            "or use a larger device; run: tierd images"
-        )
 
 
 def verify(
@@ -156,22 +143,20 @@ def verify(
             job.say(f"verifying {image.info.name}")
             reports.append(
                 walker.verify(
-                    image.store,
-                    image.stored,
+                    plane.store_set,
+                    image.striped,
                     checkpoint=source,
                     sample=sample,
                     full=full,
                     progress=job.report,
                 )
             )
-        found = [{**report.to_json(), "device": _device(plane, report.image)} for report in reports]
-        return {"ok": all(report.ok for report in reports), "images": found}
+        return {
+            "ok": all(report.ok for report in reports),
+            "images": [report.to_json() for report in reports],
+        }
 
     return run
-
-
-def _device(plane: DataPlane, name: str) -> str:
-    return plane.named(name).store.device.path
 
 
 def delete(plane: DataPlane, catalog: Catalog, name: str, *, wipe: bool) -> Work:
@@ -191,9 +176,9 @@ def delete(plane: DataPlane, catalog: Catalog, name: str, *, wipe: bool) -> Work
     def run(job: Job) -> dict[str, Any]:
         job.say(f"wiping {name}" if wipe else f"deleting {name}")
         plane.delete(name, wipe=wipe)
-        device = image.store.device.path
-        catalog.record("deleted", name, device=device, wiped=wipe)
-        return {"name": name, "device": device, "wiped": wipe}
+        devices = [store.device.path for store in image.striped.stores]
+        catalog.record("deleted", name, devices=devices, wiped=wipe)
+        return {"name": name, "devices": devices, "wiped": wipe}
 
     return run
 

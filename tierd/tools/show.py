@@ -24,14 +24,14 @@ def images(listed: list[dict[str, Any]]) -> None:
             image["row_format"],
             size(image["size_bytes"]),
             str(image["generation"]),
-            image["device"],
+            " ".join(image["devices"]),
         )
-    _console().print(table)
+    make_console().print(table)
 
 
 def status(state: dict[str, Any], clients: list[dict[str, Any]]) -> None:
     """Print the daemon's state and its clients."""
-    console = _console()
+    console = make_console()
     head = (
         f"{state['name']} {state['version']}, pid {state['pid']}, up {duration(state['uptime_s'])}"
     )
@@ -45,6 +45,10 @@ def status(state: dict[str, Any], clients: list[dict[str, Any]]) -> None:
         console.print(f"  pump {number}: {pump['transport']}{reason}")
     if state["history"]["degraded"]:
         console.print(f"  history is not being kept: {state['history']['degraded']}")
+    for absent in state["absent_devices"]:
+        console.print(f"  device {absent['device']} is not there: {absent['reason']}")
+    for image in state["incomplete_images"]:
+        console.print(f"  not served: {image['name']}: {image['reason']}")
     for name in state["shadowed_images"]:
         console.print(f"  not served: {name}: another device has it as well")
     console.print(f"  {state['images']} images, {len(clients)} clients")
@@ -55,7 +59,7 @@ def status(state: dict[str, Any], clients: list[dict[str, Any]]) -> None:
 def jobs(listed: list[dict[str, Any]]) -> None:
     """Print jobs, newest first."""
     if not listed:
-        _console().print("no jobs")
+        make_console().print("no jobs")
         return
     table = Table(box=None, pad_edge=False)
     for name in ("JOB", "KIND", "ABOUT", "STATE", "DONE", "LEFT", "BY", "CREATED"):
@@ -67,12 +71,12 @@ def jobs(listed: list[dict[str, Any]]) -> None:
         names = ("job", "kind", "subject", "state")
         created = job["created_at"][:19].replace("T", " ")
         table.add_row(*(job[name] for name in names), share, left, job["caller"], created)
-    _console().print(table)
+    make_console().print(table)
 
 
 def job(job: dict[str, Any]) -> None:
     """Print one job."""
-    console, now = _console(), job["progress"]
+    console, now = make_console(), job["progress"]
     console.print(f"job {job['job']}: {job['kind']} {job['subject']}, {job['state']}")
     console.print(f"  asked for by {job['caller']} at {job['created_at']}")
     if now["total_bytes"]:
@@ -139,6 +143,7 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-def _console() -> Console:
+def make_console() -> Console:
+    """Standard output, for text that people copy and scripts read."""
     # Paths and names are neither cut, wrapped nor coloured: people copy them, scripts read them.
     return Console(highlight=False, markup=False, width=COLUMNS_MAX, color_system=None)

@@ -10,11 +10,11 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 
-from tierd.tools.show import COLUMNS_MAX, duration, size
+from tierd.tools.show import duration, make_console, size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,8 +53,7 @@ def live(look: Callable[[], Look], every_s: float) -> None:
 
 def once(look: Look) -> None:
     """Print one picture; rates need two looks, so they are unknown."""
-    console = Console(highlight=False, markup=False, width=COLUMNS_MAX, color_system=None)
-    console.print(_draw(look, None))
+    make_console().print(_draw(look, None))
 
 
 def to_json(look: Look) -> dict[str, Any]:
