@@ -320,7 +320,7 @@ class DataPlane:
         for store in self.stores:
             if device in {store.uuid, store.device.path}:
                 return store
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):  # no such file, or no name of one
                 if os.path.samefile(device, store.device.path):
                     return store
         raise NoDeviceError(f"{device[:200]}: not a device of this daemon; run: tierd status")
