@@ -6,7 +6,7 @@ the standard library and click is imported inside the commands, so that help ans
 
 from __future__ import annotations
 
-from tierd.cli import config, devices, images, jobs, serving, storage, watching
+from tierd.cli import config, devices, images, jobs, machine, serving, storage, watching
 from tierd.cli.base import cli, main
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "devices",
     "images",
     "jobs",
+    "machine",
     "main",
     "serving",
     "storage",

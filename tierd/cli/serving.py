@@ -49,6 +49,7 @@ def serve(
     """Serve the images of the configured devices until stopped (SIGTERM, Ctrl-C)."""
     from tierd import config, daemon, log
     from tierd.api.server import RestApi
+    from tierd.tools import doctor
 
     loaded = config.load(
         config_path,
@@ -64,7 +65,7 @@ def serve(
     )
     settings = loaded.settings
     log.setup(settings.log.level, settings.log.format)
-    daemon.serve(settings, RestApi)
+    daemon.serve(settings, lambda made: RestApi(made, examine=doctor.examine))
 
 
 @cli.command()
