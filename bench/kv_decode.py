@@ -149,9 +149,7 @@ class Host:
             keys = entries[:, :, 0]
             self.summaries.append(torch.stack([keys.amin(2), keys.amax(2)], 2))
             row = block // self.blocks + 1
-            headers = torch.stack(
-                [row, block % self.blocks, torch.full_like(row, layer), row], -1
-            )
+            headers = torch.stack([row, block % self.blocks, torch.full_like(row, layer), row], -1)
             torch.mul(headers, 1, out=self.pool.headers(layer))
         torch.cuda.synchronize()
 
@@ -177,9 +175,7 @@ def stream(name: str) -> torch.cuda.Stream:
     return _streams[name]
 
 
-def captured(
-    fn: Callable[[], object], pool: Any = None, on: str = "front"
-) -> torch.cuda.CUDAGraph:
+def captured(fn: Callable[[], object], pool: Any = None, on: str = "front") -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, stream=stream(on)):
         fn()
@@ -417,7 +413,9 @@ class Engine:
         return wrong
 
 
-def timed(engines: dict[str, Callable[[], None]], repeats: int, warm: int) -> dict[str, list[float]]:
+def timed(
+    engines: dict[str, Callable[[], None]], repeats: int, warm: int
+) -> dict[str, list[float]]:
     """Every step's time in ms; chunks of steps of each engine in turn, so that clocks wander alike."""
     times: dict[str, list[float]] = {name: [] for name in engines}
     for name, step in engines.items():
@@ -452,5 +450,3 @@ def cap_excess(engine: Engine, before: dict[str, int], after: dict[str, int], st
 def host_gib(shape: KvShape, rows: int) -> float:
     blocks = CONTEXT // shape.block + STEPS_MAX // shape.block + 2
     return rows * blocks * shape.layers * (shape.block_bytes + 16) / 2**30
-
-
