@@ -1,7 +1,7 @@
 """Staging beside dd, its memory, and staging the same again.
 
-What is set beside dd is the writing, flush included. Then every page is read back, which dd does not
-do; the rate with that is in the record's detail.
+What is set beside dd is the writing, flush included. Then every page is read back, which dd does
+not do; the rate with that is in the record's detail.
 
     python -m bench.staging [--quick]
 
