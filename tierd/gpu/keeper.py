@@ -69,6 +69,7 @@ class Keeper:
         """
         self.link = link
         self.attaches = 1
+        self._takeovers_before = 0  # by guardians that were replaced
         self._path = path
         self._channel = channel
         self._request = request
@@ -91,8 +92,13 @@ class Keeper:
             self._rewakes.append(rewake)
 
     @property
+    def takeovers(self) -> int:
+        """How often this engine has taken a ring from a daemon."""
+        return self._takeovers_before + int(self.guardian_stats["takeovers"])
+
+    @property
     def guardian_stats(self) -> dict[str, Any]:
-        """The guardian's counters; ``takeovers`` counts rings taken."""
+        """The present guardian's counters."""
         with self._lock:
             return dict(self._guardian.stats())
 
@@ -251,6 +257,7 @@ class Keeper:
             before = self._guardian
             if not before.stop(STOP_MS):
                 return
+            self._takeovers_before += int(before.stats()["takeovers"])
             self._guardian = self._make_guardian(self.link)
             self._stale = False
 
