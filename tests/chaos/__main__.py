@@ -7,6 +7,7 @@ import dataclasses
 import json
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SOAK_WEIGHTS = {
-    "sigkill": 70, "slow_kill": 14, "slow_stop": 2, "sigstop": 3, "restart": 3, "sigterm": 2,
-    "engine_killed": 2, "engine_stopped": 2, "both_killed": 1, "memory": 1,
+    "sigkill": 78, "slow_kill": 12, "slow_stop": 2, "sigstop": 2, "restart": 2, "sigterm": 1,
+    "engine_killed": 1, "engine_stopped": 1, "both_killed": 1, "memory": 1,
 }  # fmt: skip
 SOAK_PHASES = {"idle": 30, "mid-step": 45, "attach": 13, "prefill": 8, "staging": 4}
 
@@ -139,6 +140,9 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     asked = arguments()
+    # So that a soak that is told to end cleans up as well.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     directory = Path(tempfile.mkdtemp(prefix="tierd-chaos-"))
     ok = False
     try:
