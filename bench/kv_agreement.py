@@ -24,28 +24,18 @@ import torch
 import torch.nn.functional as F
 
 from bench.kv_model import Batch, Model, draw, recall_pct, source_text
+from tierd.kv.drafts import PromptLookup
 
 BLOCK = 16
 METHODS = ("true", "lookup", "previous")
-NGRAMS = (6, 5, 4, 3, 2)
 
 
-def prompt_lookup(tokens: list[int], ngrams: tuple[int, ...] = NGRAMS) -> list[int]:
-    """The draft of every position from what stands before it; -1 where no n-gram was seen before.
-
-    draft[t] is the token that followed the latest earlier occurrence of the n tokens before t,
-    for the largest n that occurs.
-    """
-    seen: dict[tuple[int, ...], int] = {}
-    drafts = [-1] * len(tokens)
-    for t in range(1, len(tokens)):
-        for n in ngrams:
-            if t >= n and (gram := tuple(tokens[t - n : t])) in seen:
-                drafts[t] = tokens[seen[gram]]
-                break
-        for n in ngrams:
-            if t >= n:
-                seen[tuple(tokens[t - n : t])] = t
+def prompt_lookup(tokens: list[int]) -> list[int]:
+    """The draft of every position from what stands before it; -1 where there is none."""
+    lookup, drafts = PromptLookup(), []
+    for token in tokens:
+        drafts.append((lookup.draft() or [-1])[0])
+        lookup.extend([token])
     return drafts
 
 
