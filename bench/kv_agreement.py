@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from bench.kv_model import Batch, Model, draw, recall_pct, source_text
 from tierd.kv.drafts import PromptLookup
@@ -108,8 +108,8 @@ class Played:
         self.drafted = drafts >= 0
         self.accepted = drafts == tokens
         embedding = model.weights["model.embed_tokens.weight"]
-        self.x = F.embedding(tokens, embedding).float()
-        self.d = F.embedding(torch.where(self.drafted, drafts, tokens), embedding).float()
+        self.x = functional.embedding(tokens, embedding).float()
+        self.d = functional.embedding(torch.where(self.drafted, drafts, tokens), embedding).float()
         self.layers = [self._layer(number) for number in range(model.shape.layers)]
         self.logits = model.logits(self.x)
 
@@ -180,8 +180,14 @@ def agreement(
 def plain(text: torch.Tensor, length: int, generator: torch.Generator) -> Batch:
     """Held-out text without records."""
     batch = draw(text, 1, length, held=True, generator=generator)
-    start = len(text) - length - 1 - int(
-        torch.rand(1, generator=generator, device=text.device) * (len(text) * 0.045 - length - 2)
+    start = (
+        len(text)
+        - length
+        - 1
+        - int(
+            torch.rand(1, generator=generator, device=text.device)
+            * (len(text) * 0.045 - length - 2)
+        )
     )
     return Batch(text[None, start : start + length + 1].long(), torch.zeros_like(batch.answers))
 
@@ -189,7 +195,7 @@ def plain(text: torch.Tensor, length: int, generator: torch.Generator) -> Batch:
 def _row(batches: list[Batch], full: list[torch.Tensor], played: list[Played]) -> dict[str, Any]:
     def loss(logits: torch.Tensor, batch: Batch) -> float:
         half = slice(len(logits) // 2, None)
-        return float(F.cross_entropy(logits.float()[half], batch.targets[0][half]))
+        return float(functional.cross_entropy(logits.float()[half], batch.targets[0][half]))
 
     def mean(values: list[float]) -> float:
         return sum(values) / len(values)
@@ -203,10 +209,11 @@ def _row(batches: list[Batch], full: list[torch.Tensor], played: list[Played]) -
         for name in names
     }
     found |= {f"{name}_mean": mean(found[name]) for name in names}
+    pairs = list(zip(played, late, strict=True))
     asked = all(batch.answers.any() for batch in batches)
     return found | {
-        "acceptance": mean([float(p.accepted[m].float().mean()) for p, m in zip(played, late, strict=True)]),
-        "drafted": mean([float(p.drafted[m].float().mean()) for p, m in zip(played, late, strict=True)]),
+        "acceptance": mean([float(p.accepted[m].float().mean()) for p, m in pairs]),
+        "drafted": mean([float(p.drafted[m].float().mean()) for p, m in pairs]),
         "loss_full": mean([loss(full[i], batches[i]) for i in count]),
         "loss_sparse": mean([loss(played[i].logits, batches[i]) for i in count]),
         "recall_full": mean([recall_pct(full[i], batches[i]) for i in count]) if asked else None,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,14 +43,12 @@ class Shape:
     context: int = 4096
 
 
-SMALL = Shape(
-    width=192, layers=4, heads=4, kv_heads=2, head_dim=64, hidden=512, theta=1_000_000.0
-)
+SMALL = Shape(width=192, layers=4, heads=4, kv_heads=2, head_dim=64, hidden=512, theta=1_000_000.0)
 MEDIUM = Shape(width=512, layers=8, heads=8, kv_heads=4, head_dim=64, hidden=1408)
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return F.rms_norm(x.float(), (x.shape[-1],), weight.float(), 1e-6)
+    return functional.rms_norm(x.float(), (x.shape[-1],), weight.float(), 1e-6)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -78,7 +76,7 @@ def after(
     """A layer from attention on: attended [N, heads * head_dim]."""
     x = x + (attended.to(dtype) @ wo.to(dtype).T).float()
     h = rms(x, norm).to(dtype)
-    h = F.silu(h @ gate.to(dtype).T) * (h @ up.to(dtype).T)
+    h = functional.silu(h @ gate.to(dtype).T) * (h @ up.to(dtype).T)
     return x + (h @ down.to(dtype).T).float()
 
 
@@ -102,7 +100,7 @@ class Guide:
         scores = chosen @ k[:count].float().transpose(1, 2) * dim**-0.5
         later = torch.arange(k.shape[1], device=k.device) > self.rows[..., None]
         scores = scores.masked_fill(later, -torch.inf)
-        self.loss = F.cross_entropy(scores.flatten(0, 1), self.sources.flatten())
+        self.loss = functional.cross_entropy(scores.flatten(0, 1), self.sources.flatten())
 
 
 class Model:
@@ -166,9 +164,7 @@ class Model:
         h = rms(x, self.weights["model.norm.weight"]).to(self.dtype)
         return h @ self.weights["model.embed_tokens.weight"].to(self.dtype).T
 
-    def forward(
-        self, tokens: torch.Tensor, guides: Sequence[Guide] = ()
-    ) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, guides: Sequence[Guide] = ()) -> torch.Tensor:
         """Logits of [B, T] tokens, as [B * T, vocab]; every sequence starts at position 0.
 
         Guides get their loss set on the way.
@@ -176,7 +172,9 @@ class Model:
         batch, length = tokens.shape
         s = self.shape
         cos, sin = self.cos[:length].repeat(batch, 1), self.sin[:length].repeat(batch, 1)
-        x = F.embedding(tokens.flatten(), self.weights["model.embed_tokens.weight"]).float()
+        x = functional.embedding(
+            tokens.flatten(), self.weights["model.embed_tokens.weight"]
+        ).float()
         for number in range(s.layers):
             first, second = self.layer(number)
             q, k, v = self.before(x, *first, cos, sin, s.head_dim, self.dtype)
@@ -184,7 +182,7 @@ class Model:
             for guide in guides:
                 if guide.layer == number:
                     guide.look(q[:, 0], k[:, 0])
-            a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            a = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             x = self.after(x, a.transpose(1, 2).reshape(len(x), -1), *second, self.dtype)
         return self.logits(x)
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from bench.kv_model import (
     KEYS,
@@ -64,7 +64,7 @@ class Curriculum:
 
 def loss_of(logits: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Weighted loss to train on, and the plain mean."""
-    each = F.cross_entropy(logits.float(), batch.targets.flatten(), reduction="none")
+    each = functional.cross_entropy(logits.float(), batch.targets.flatten(), reduction="none")
     weight = 1 + (ANSWER_WEIGHT - 1) * batch.answers.flatten().float()
     return (each * weight).sum() / weight.sum(), each.mean()
 
@@ -156,7 +156,9 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     model = Model({"small": SMALL, "medium": MEDIUM}[options.size], device)
     text = source_text(int(options.text_mb * 1e6)).to(device)
-    print(f"{options.size}: {model.parameters / 1e6:.2f} M parameters, {len(text) / 1e6:.0f} MB text")
+    print(
+        f"{options.size}: {model.parameters / 1e6:.2f} M parameters, {len(text) / 1e6:.0f} MB text"
+    )
     found = train(options.size, model, text, options.seconds)
     model.save(options.out)
     print(json.dumps({"size": options.size, "parameters": model.parameters, **found}))

@@ -1,9 +1,9 @@
 """The background: predict, select and move, each on its own stream, two events a layer.
 
-    engine's stream, layer l of step t           background
-    qkv of both rows                  ready ---> score by the draft's query      (predict stream)
-    await_moved(l): step t-1's            \\      select and plan                 (select stream)
-    append, attention             attended ----> write back, transfer, `moved`   (move stream)
+    engine's stream, layer l of step t        background
+    queries of both rows            ready --> score by the draft's query (predict), select (select)
+    await_moved(l): of step t-1
+    append, attention            attended --> write back, transfer (move), event `moved`
     the rest of the layer
 
 Two of these events are the contract with the engine: `attended` lets transfers overwrite pages,
@@ -38,9 +38,7 @@ class Steps:
     """
 
     def __init__(self, tables: Tables) -> None:
-        other = dataclasses.replace(
-            tables, length=tables.length.clone(), step=tables.step.clone()
-        )
+        other = dataclasses.replace(tables, length=tables.length.clone(), step=tables.step.clone())
         self.tables = (tables, other)
 
     def advance(self, parity: int, accepted: int | torch.Tensor = 1) -> None:
@@ -78,9 +76,7 @@ class Background:
         self.predict, self.select, self.move = (
             torch.cuda.Stream(device, priority=0) for _ in range(3)
         )
-        self._events = [
-            _Events(*(torch.cuda.Event() for _ in range(5))) for _ in range(len(work))
-        ]
+        self._events = [_Events(*(torch.cuda.Event() for _ in range(5))) for _ in range(len(work))]
         for event in self._events:
             event.moved.record(self.move)
 

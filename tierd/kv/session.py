@@ -15,7 +15,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 from tierd.errors import KvUnsupportedError
 from tierd.io.pool import PoolView
@@ -167,9 +166,11 @@ class Session:
                 f"{self._queries} tokens at once after {self.length}: a prompt comes in one piece, "
                 f"and a step has at most {self.queries_max} rows"
             )
-        out = F.scaled_dot_product_attention(
-            *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, scale=scale, enable_gqa=True
-        )
+        heads_first = [t.transpose(1, 2) for t in (q, k, v)]
+        out = torch.nn.functional.scaled_dot_product_attention(
+            heads_first[0], heads_first[1], heads_first[2], is_causal=True, scale=scale,
+            enable_gqa=True,
+        )  # fmt: skip
         length = self.tables.length.clone()
         for start in range(0, self._queries, self.shape.block):
             part = slice(start, start + self.shape.block)
@@ -181,8 +182,7 @@ class Session:
         return out.transpose(1, 2)
 
     def _select_on_demand(self, state: LayerState, row: int, q: torch.Tensor) -> None:
-        """The first sparse step has no prediction: its own query selects, in as many rounds as
-        the cap needs, before it attends."""  # noqa: D205, D209
+        """Let a first sparse step's own query select before it attends: nothing predicted it."""
         one, tables = state.only(row), self.tables.only(row)
         self.ops.score(one, tables, q[row : row + 1], 0)
         for _ in range(-(-self.budget.blocks // max(1, self.budget.admitted)) + 1):

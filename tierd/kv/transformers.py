@@ -4,9 +4,9 @@
     model.generate(ids, cache=new_cache(session), prompt_lookup_num_tokens=1)
 
 Works for any GQA model whose attention goes through transformers' attention interface, on the CPU
-and on a GPU. Drafts come from whatever drafts under transformers (prompt lookup, an assistant, MTP):
-their rows are in the verification step already. This is the rig on which the method is tested; it
-runs layer by layer in Python and is no fast engine.
+and on a GPU. Drafts come from whatever drafts under transformers (prompt lookup, an assistant,
+MTP): their rows are in the verification step already. This is the rig on which the method is
+tested; it runs layer by layer in Python and is no fast engine.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class OasisLayer(CacheLayerMixin):  # type: ignore[misc]
         if self._number == 0 and tokens_to_remove < 0:
             self._session.crop(self._session.length + tokens_to_remove)
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:  # noqa: ARG002
         """Beams would fork requests at every step.
 
         Raises:
