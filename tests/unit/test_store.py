@@ -37,8 +37,9 @@ from tierd.errors import (
 )
 from tierd.io import signatures, superblock
 from tierd.io.device import PAGE_BYTES, Device
+from tierd.io.formatting import write_empty
 from tierd.io.layout import ROOT_OFFSETS, UNIT_BYTES, UNIT_PAGES, Areas, occupied
-from tierd.io.store import Store, _write_empty
+from tierd.io.store import Store
 from tierd.types import ImageInfo, RowFormat, TableKind, TableSpec
 
 MIB = 1 << 20
@@ -82,7 +83,7 @@ def put(store: Store, table: str, pages: int):
 
 def memory_store(size: int = 8 * MIB) -> tuple[MemoryDevice, Store]:
     device = MemoryDevice(bytes(size))
-    _write_empty(device)
+    write_empty(device)
     return device, Store._open(device)
 
 
@@ -268,6 +269,25 @@ def test_every_flipped_byte_of_a_root_or_table_is_noticed(two_states) -> None:
             device.medium[start + i] ^= 1 << i % 8
 
 
+def test_a_look_at_nothing_does_not_hide_a_damaged_root(monkeypatch) -> None:
+    """A root rots between two looks, and the last look is led astray to an empty page."""
+    device, _ = memory_store()
+    whole = device.read
+    looks = iter(range(100))
+
+    def read(offset: int, size: int) -> bytes:
+        data = whole(offset, size)
+        if offset != superblock.ROOT_OFFSETS[0]:
+            return data
+        look = next(looks)
+        if look == superblock._READS - 1:
+            return bytes(size)
+        return data if look == 0 else data[:-1] + bytes([data[-1] ^ 1])
+
+    monkeypatch.setattr(device, "read", read)
+    assert "checksum" in Store._open(device).note
+
+
 def test_a_commit_after_a_damage_spares_the_root_in_force(two_states) -> None:
     medium, _, before, root = two_states
     device = MemoryDevice(damaged(medium, root.table_offset))
@@ -307,7 +327,7 @@ def test_a_newer_format_is_refused_whole(two_states) -> None:
     copy[place + 8 : place + 12] = struct.pack("<I", superblock.FORMAT_VERSION + 1)
     body = bytes(copy[place : place + PAGE_BYTES - 4])
     copy[place + PAGE_BYTES - 4 : place + PAGE_BYTES] = struct.pack("<I", superblock.crc(body))
-    with pytest.raises(DeviceVersionError, match="format 2, this tierd knows up to 1"):
+    with pytest.raises(DeviceVersionError, match="format 3, this tierd knows up to 2"):
         reopened(copy)
 
 
@@ -316,7 +336,7 @@ def test_a_roots_bytes_are_those_of_the_format_page(two_states) -> None:
     place = ROOT_OFFSETS[root.slot]
     raw = medium[place : place + PAGE_BYTES]
     words = struct.unpack_from("<8sIIQ16sQQQQQI", raw)
-    assert words[:4] == (b"TIERDVOL", 1, 512, root.sequence)
+    assert words[:4] == (b"TIERDVOL", 2, 512, root.sequence)
     assert words[4:7] == (root.uuid.bytes, place, 8 * MIB)
     assert words[7:] == (root.table_offset, root.table_bytes, 512 << 10, root.table_crc)
     assert raw[84:4084] == bytes(4000)
@@ -326,7 +346,7 @@ def test_a_roots_bytes_are_those_of_the_format_page(two_states) -> None:
     assert list(table) == [
         "format", "uuid", "sequence", "images", "parts", "placements", "identities",
     ]  # fmt: skip
-    assert list(table["images"][0]) == ["info", "state", "devices", "extents"]
+    assert list(table["images"][0]) == ["info", "state", "devices", "extents", "members"]
     assert table["images"][0]["extents"] == [[0, 600, 512]]
 
 

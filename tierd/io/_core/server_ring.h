@@ -2,7 +2,8 @@
 //
 // The protocol's rules for a server live here (docs/protocol.md): copy a request out once and judge
 // the copy, answer in order, look at the tenure before a read is submitted and before a request is
-// completed, and report a drained ring only when no read of it is in flight.
+// completed, and report a drained ring only when no read of it is in flight. Daemon and guardian
+// share them; they differ in whose arena and words they write, and in who may change the tenure.
 //
 // Fault model: every word of the channel may hold any value at any time. A server never indexes
 // with, waits for, or loops over a number it has not bounded first.
@@ -15,10 +16,12 @@
 
 #include "deadline_heap.h"
 #include "extent_map.h"
+#include "guardian.h"
 #include "page.h"
 #include "protocol.h"
 #include "reader.h"
 #include "ring.h"
+#include "staging_cache.h"
 
 namespace tierd {
 
@@ -28,7 +31,19 @@ struct ServedTable {
     Geometry geometry{};
     std::uint64_t window_ns = 0;
     ExtentMap map;
-    std::uint32_t rings = 0;  // that use it
+    std::vector<ExtentMap> copies;  // the next tiers, in order: the same pages on other devices
+    std::uint32_t rings = 0;        // that use it
+
+    bool uses(std::uint32_t device) const {
+        return map.uses(device) ||
+               std::any_of(copies.begin(), copies.end(),
+                           [device](const ExtentMap& copy) { return copy.uses(device); });
+    }
+    // Where to read a page: the first two attempts go to the first tier, each further one to the next.
+    const ExtentMap& tier(std::uint32_t attempt) const {
+        return attempt < 2 ? map : copies[attempt - 2];
+    }
+    std::uint32_t attempts() const { return 2 + static_cast<std::uint32_t>(copies.size()); }
 };
 
 // The server's private copy of one request, and how far it has come.
@@ -38,9 +53,12 @@ struct ServerRequest {
     std::uint32_t issued = 0;     // reads given to the reader so far, always rows 0..issued-1
     std::uint32_t limit = 0;      // reads to issue in all; lowered to `issued` when it has failed
     std::uint32_t in_flight = 0;  // of the issued ones, not yet reaped
+    bool hinted = false;          // a hint may have its pages: `rows` is copied out
     Status status = Status::ok;
+    std::uint64_t seen_ns = 0;       // when its doorbell was seen
     std::uint64_t key = 0;           // its deadline, see request_key()
     std::uint32_t* pages = nullptr;  // rows_max numbers, bounds-checked
+    std::uint32_t* rows = nullptr;   // in their pages; copied out only where a hint may have them
 };
 
 inline constexpr std::uint32_t kStatusCount = 8;
@@ -50,12 +68,16 @@ struct RingCounters {
     std::uint64_t pages = 0;                             // of the requests answered ok
     std::uint64_t jumps = 0;                             // nonsense doorbells
     std::uint64_t takeovers = 0;                         // times the guardian took the ring
+    std::uint64_t staged = 0;                            // of the pages, found where a hint left them
+    std::uint64_t read_ns = 0;                           // of all requests, from doorbell to answer
 
     void add(const RingCounters& other) {
         for (std::uint32_t i = 0; i < kStatusCount; ++i) answered[i] += other.answered[i];
         pages += other.pages;
         jumps += other.jumps;
         takeovers += other.takeovers;
+        staged += other.staged;
+        read_ns += other.read_ns;
     }
 };
 
@@ -69,7 +91,7 @@ constexpr std::uint64_t request_key(std::uint32_t priority, std::uint64_t seen_n
 
 class ServerRing {
   public:
-    ServerRing(const RingView& view, ServedTable* table);
+    ServerRing(const RingView& view, ServedTable* table, Owner role = Owner::daemon);
 
     // --- tenure ----------------------------------------------------------------------------------
     // Starts serving a ring that has no read of this server in flight: reports it drained under the
@@ -79,12 +101,18 @@ class ServerRing {
     // True while this server may submit and complete.
     bool ours() const {
         const Tenure now = load_tenure(view_.control->tenure);
-        return now.owner == static_cast<std::uint32_t>(Owner::daemon) && now.epoch == epoch_;
+        return now.owner == static_cast<std::uint32_t>(role_) && now.epoch == epoch_;
     }
     bool serving() const { return serving_; }
+    std::uint32_t epoch() const { return epoch_; }  // under which it is served
     // The ring was taken: nothing more is submitted or answered. Call adopt() again and again once
     // in_flight is 0.
     void lose();
+    // For the guardian alone. It takes the ring under a new epoch, whoever had it, and goes on
+    // behind the last answered request; no read of an earlier tenure of its own may be in flight.
+    void take();
+    // From now on nothing more is accepted; true once all is answered and the daemon has the ring.
+    bool hand_back();
 
     // --- requests --------------------------------------------------------------------------------
     // Whether accept() would take something in.
@@ -97,18 +125,23 @@ class ServerRing {
     }
     // Call after a request's `issued` or `limit` changed: steps over fully issued requests.
     void advance_issue();
-    // Answers every request at the head that has nothing left to do.
-    void complete();
+    // Whether the next request has to wait: an earlier one still reads into a page that it wants.
+    // That happens only after the other server has answered the earlier one, or to a client that
+    // lists pages it has not got back.
+    bool blocked();
+    // Answers every request at the head that has nothing left to do. `now_ns` 0: nobody counts time.
+    void complete(std::uint64_t now_ns = 0);
     void fail(ServerRequest& request, Status status);
     // Reads that must finish before the oldest request can be answered.
     std::uint32_t head_remaining() const;
-    // Removal: nothing more is accepted or issued; once in_flight is 0, cancel_rest() answers all.
+    // Removal: nothing more is accepted or issued; once in_flight is 0, cancel_rest() answers all,
+    // except on a ring that another server will go on with.
     void close();
     void cancel_rest();
 
     ServerRequest& request(std::uint32_t number) { return requests_[number]; }
     std::uint8_t* arena(std::uint32_t page) const {
-        return view_.arena_d + static_cast<std::size_t>(page) * kPageBytes;
+        return arena_ + static_cast<std::size_t>(page) * kPageBytes;
     }
     std::uint32_t arena_page(const ServerRequest& request, std::uint32_t row) const {
         // Both terms are below arena_pages (row < rows_max <= arena_pages).
@@ -118,6 +151,12 @@ class ServerRing {
     std::int32_t buffer_of(std::uint32_t page) const {
         return fixed ? first_buffer + static_cast<std::int32_t>(page >> kChunkShift) : kNoBuffer;
     }
+
+    // --- hints -----------------------------------------------------------------------------------
+    bool is_hint() const { return (view_.flags & kRingFlagHint) != 0; }
+    // Copies what a row's consumer reads of a page, the row and its tag, from where a hint has left
+    // the page to where the request wants it. False: nothing there, read the device.
+    bool take_staged(const ServerRequest& request, std::uint32_t row);
 
     const RingView& view() const { return view_; }
     RingControl& control() const { return *view_.control; }
@@ -131,27 +170,38 @@ class ServerRing {
     std::uint32_t channel = 0;
     std::uint32_t number = 0;  // in its channel
     std::uint32_t table_number = 0;
+    ServerRing* hint = nullptr;  // the ring that hints at this one's pages
     bool fixed = false;  // arena D is registered
     std::int32_t first_buffer = kNoBuffer;
     std::uint32_t buffers = 0;  // reserved, from first_buffer on
     RingCounters counters;
+    RingWatch watch;  // the guardian's
 
   private:
     void start_at(std::uint32_t base);
+    void start_behind_answers();
     void take_in(std::uint32_t sequence, std::uint64_t now_ns);
     void answer(std::uint32_t sequence, Status status);
+    void stage(const ServerRequest& request);
+    const std::uint8_t* staged_page(std::uint32_t page);
     void wake_waiter();
 
     RingView view_;
     ServedTable* table_;
+    const Owner role_;
+    std::uint8_t* const arena_;  // this server's
+    Line32& done_word_;
+    StatusLine& status_;
     bool serving_ = false;
     bool closing_ = false;
+    bool yielding_ = false;       // the guardian is on its way out
     std::uint32_t epoch_ = 0;     // under which it was adopted
     std::uint32_t accepted_ = 0;  // last sequence taken in
     std::uint32_t issue_ = 1;     // first sequence not fully issued, or accepted_ + 1
     std::uint32_t done_ = 0;      // last sequence answered
     std::array<ServerRequest, kRingDepth> requests_{};
-    std::unique_ptr<std::uint32_t[]> page_numbers_;
+    std::unique_ptr<std::uint32_t[]> page_numbers_;  // and row numbers: ServerRequest's arrays
+    StagingCache staging_;                           // of a hint ring
 };
 
 }  // namespace tierd
