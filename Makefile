@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := all
-.PHONY: all setup build stubs lint test lab demo packages bench bench-gpu bench-report gpu-test sanitizers sim sim-soak sim-mutants crash clean
+.PHONY: all setup build stubs lint test lab demo packages bench bench-gpu bench-report gpu-test sanitizers sim sim-soak sim-mutants crash clean bench-storage
 
 all: lint test
 
@@ -63,6 +63,9 @@ gpu-test: build
 	$(PY) -m pytest tests/gpu -m gpu
 bench-gpu: build
 	$(PY) -m bench.gpu
+# Needs root, for a loop device; `python -m bench.storage --only PART...` runs a part.
+bench-storage: build
+	$(PY) -m bench.storage
 bench-report: build
 	$(PY) -m bench.report
 
