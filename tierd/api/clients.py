@@ -10,6 +10,8 @@ from tierd.api import schemas
 from tierd.api.common import DAEMON, moment, reply
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from tierd.daemon.attach import AttachedClient
 
 routes = web.RouteTableDef()
@@ -19,7 +21,30 @@ routes = web.RouteTableDef()
 async def get_clients(request: web.Request) -> web.Response:
     """Answer with every attached client."""
     attached = request.app[DAEMON].attach.clients.values()
-    return reply(schemas.Clients(clients=[_client(client) for client in attached]))
+    clients = [_client(client) for client in attached]
+    return reply(schemas.Clients(clients=clients, engines=_engines(attached)))
+
+
+def _engines(attached: Collection[AttachedClient]) -> list[schemas.Engine]:
+    """Count ranks by engine: a rank that serves itself is one that is missing here."""
+    by_name: dict[str, list[AttachedClient]] = {}
+    for client in attached:
+        by_name.setdefault(client.engine, []).append(client)
+    engines = []
+    for name, clients in sorted(by_name.items()):
+        ranks = {client.rank for client in clients}
+        expected = max(client.expected_ranks for client in clients)
+        # Where a node has but a part of the ranks, nobody here knows which part.
+        whole = all(client.expected_ranks == client.world for client in clients)
+        engines.append(
+            schemas.Engine(
+                engine=name,
+                attached_ranks=len(ranks),
+                expected_ranks=expected,
+                missing_ranks=sorted(set(range(expected)) - ranks) if whole else [],
+            )
+        )
+    return engines
 
 
 def _client(client: AttachedClient) -> schemas.Client:
@@ -29,6 +54,7 @@ def _client(client: AttachedClient) -> schemas.Client:
         engine=client.engine,
         rank=client.rank,
         world=client.world,
+        expected_ranks=client.expected_ranks,
         attached_at=moment(client.since),
         pump=client.attached.pump,
         channel_bytes=client.view.bytes,

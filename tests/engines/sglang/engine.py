@@ -5,15 +5,23 @@ Importing SGLang takes ten seconds, so a scenario does all that one process can.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tests.engines.sglang import layouts, models
+from tierd.api import rest_client
+from tierd.errors import TierdError
+from tierd.hook import attach
+from tierd.hook.sglang import guards, plugin, tables
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 FACTS: dict[str, Any] = {}
 
@@ -36,8 +44,6 @@ def exit_text(function: Any) -> str:
 
 def served() -> dict[str, Any]:
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-    from tierd.hook.sglang import tables
 
     models.load_plugins()
     engine = models.engram_module()
@@ -139,8 +145,6 @@ def served_ple(name: str) -> dict[str, Any]:
 
 def sharded() -> dict[str, Any]:
     models.load_plugins()
-    from tierd.hook.sglang import tables
-
     found: dict[str, Any] = {"rows": 0, "differing": 0, "zeroes": 0, "negative zeroes": 0}
     config = models.engram_config()
     token_map = models.hasher(config).token_map.tolist()
@@ -252,7 +256,180 @@ def collective_rank(rank: int, config: Any, token_map: list[int]) -> dict[str, i
         }
 
 
-SCENARIOS = {"served": served, "sharded": sharded}
+# --- refused: what ends a process, and with which line -------------------------------------------
+
+
+def refused() -> dict[str, Any]:
+    """Runs without TIERD at first, so that the modules are the stock ones."""
+    engine = models.engram_module()
+    models.ple_module()
+    found = refused_by_guards(engine)
+    os.environ["TIERD"] = "1"
+    models.load_plugins()
+    found |= refused_settings()
+    found |= refused_checkpoints()
+    found |= refused_models()
+    found |= dummy_weights()
+    return found
+
+
+@contextlib.contextmanager
+def environ(**values: str) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def changed(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def error_text(function: Any, *arguments: Any) -> str:
+    try:
+        function(*arguments)
+    except TierdError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def refused_by_guards(engine: Any) -> dict[str, Any]:
+    found = {"stock": error_text(guards.require_source, engine, guards.ENGRAM)}
+    with changed(guards, "version", lambda: "0.6.0"):
+        found["release"] = exit_text(plugin.activate)
+        with environ(TIERD_ALLOW_UNCHECKED="1"):
+            found["let in"] = error_text(guards.require_environment)
+            found["let in, same source"] = error_text(guards.require_source, engine, guards.ENGRAM)
+            found["let in, nothing there"] = error_text(
+                guards.require_source, engine, ("Engram.nothing",)
+            )
+    other = type("Other", (engine.EngramEmbedding,), {"__module__": "other_plugin.patch"})
+    with changed(engine, "EngramEmbedding", other):
+        found["other plugin"] = error_text(guards.require_source, engine, guards.ENGRAM)
+    sources = {guards.version(): dict.fromkeys(guards.ENGRAM, "0" * 12)}
+    with changed(guards, "SOURCES", sources):
+        found["source"] = error_text(guards.require_source, engine, guards.ENGRAM)
+    for name in guards._PLACEMENTS:
+        with environ(**{name: "1"}):
+            found[name] = exit_text(plugin.activate)
+    with environ(SGLANG_PLUGINS="profiler, other"):
+        found["plugins"] = exit_text(plugin.activate)
+    with environ(SGLANG_PLUGINS="other,tierd"):
+        found["plugins with us"] = error_text(guards.require_environment)
+    found["rocm"] = error_text(lambda: guards.require_settings(lambda _: None, hip=True))
+    return found
+
+
+def construct(**changes: Any) -> Any:
+    """Make the model, as a rank does before it loads weights."""
+    config = models.engram_config(**changes)
+    return models.EngramModel(config, torch.nn.Identity(), served=True)
+
+
+def refused_settings() -> dict[str, Any]:
+    found = {"unpublished": exit_text(construct)}
+    settings: dict[str, Any] = {
+        "enable_memory_saver": True,
+        "weight_loader_disable_mmap": True,
+        "weight_loader_prefetch_checkpoints": True,
+        "weight_cache_mode": "client",
+        "cpu_offload_gb": 4,
+        "load_format": "fastsafetensors",
+        "enable_nvidia_megakernel": True,  # 0.5.23
+    }
+    for name, value in settings.items():
+        try:
+            with models.published(checkpoint("v41"), **{name: value}):
+                found[name] = exit_text(construct)
+        except ValueError as error:
+            found[name] = f"no such setting: {error}"
+        tables.forget()
+    return found
+
+
+def refused_checkpoints() -> dict[str, Any]:
+    found = {}
+    with models.published(checkpoint("v41-other")):
+        found["other checkpoint"] = exit_text(construct)
+    with models.published(checkpoint("v41")):
+        with environ(TIERD_SOCKET=f"{FACTS['scratch']}/none.sock", TIERD_WAIT_S="1"):
+            found["no daemon"] = exit_text(construct)
+        with environ(TIERD_WAIT_S="soon"):
+            found["wait"] = exit_text(construct)
+        changes: dict[str, Any] = {
+            "other rows": {"engram_vocab_size": 101, "engram_num_embeddings": [3828, 7078]},
+            "other layer": {"engram_layer_ids": [2, 14]},
+        }
+        for name, change in changes.items():
+            found[name] = exit_text(lambda change=change: construct(**change))
+            tables.forget()
+    with models.published("nobody/nothing"):
+        found["not here"] = exit_text(construct)
+    with models.published(checkpoint("ple-bf16")):
+        found["no such kind"] = exit_text(construct)
+    with models.published(checkpoint("v41-no-weights"), load_format="dummy"):
+        found["dummy"] = exit_text(construct)
+    return found
+
+
+def refused_models() -> dict[str, Any]:
+    found = {"no table": error_text(models.take, torch.nn.Linear(2, 2))}
+    stored = attach.stored_rows
+    with models.published(checkpoint("v41")):
+        with changed(attach, "stored_rows", lambda *a: stored(*a) ^ 1):
+            found["self-test"] = exit_text(lambda: construct().load(checkpoint("v41")))
+        tables.forget()
+        early = construct()
+        ids = torch.zeros(2, 24, dtype=torch.int64)
+        found["before loading"] = error_text(early.layers["1"]["engram"].embed._owned_rows, ids)
+        early.config.engram_layer_ids = [1, 14, 20]
+        found["a layer is missing"] = error_text(models.take, early)
+    tables.forget()
+    with models.published(checkpoint("ple-bf16")):
+        found["ple dtype"] = error_text(models.take, models.PleModel(fp8=True, served=True))
+        tables.forget()
+        in_memory = models.PleModel(fp8=False, served=True, offload=False)
+        found["ple on the gpu"] = error_text(models.take, in_memory)
+        late = models.PleModel(fp8=False, served=False)
+        found["ple too early"] = error_text(models.take, late)
+    tables.forget()
+    with models.published(checkpoint("ple-bf16"), ple_offload_backend="file"):
+        found["ple file"] = exit_text(lambda: models.PleModel(fp8=False, served=True))
+    tables.forget()
+    return found
+
+
+def dummy_weights() -> dict[str, Any]:
+    """Dummy weights with the tables' name given are served, and so is one rank of two."""
+    ids = torch.arange(48).reshape(2, 24)
+    with models.published(checkpoint("v41-no-weights"), load_format="dummy"):
+        with environ(TIERD_MODEL="v41"):
+            model = construct()
+            models.take(model)
+        named = model.layers["1"]["engram"].embed._owned_rows(ids)
+    tables.forget()
+    with models.published(checkpoint("v41"), load_format="dummy", tp=2):
+        model = construct()
+        models.take(model)
+        half = model.layers["1"]["engram"].embed._owned_rows(ids)
+        engines = rest_client.get(Path(FACTS["api"]), "/v1/clients")["engines"]
+    tables.forget()
+    return {
+        "dummy, named": bool((models.bits(named) == models.bits(half)).all()),
+        "one of two": engines,
+    }
+
+
+SCENARIOS = {"served": served, "sharded": sharded, "refused": refused}
 
 
 def main() -> None:

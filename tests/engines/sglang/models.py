@@ -1,4 +1,4 @@
-"""SGLang's real modules around the tables, on the CPU: run by the Python of an engine's environment.
+"""SGLang's real modules around the tables, on the CPU: for the Python of an engine's environment.
 
 A served model and a stock one are built from the same classes, the one under ``TIERD=1`` and the
 other from what was replaced. Of the decoder there is only what reads the tables.
@@ -230,10 +230,10 @@ def verify(slots: list[int], positions: list[int], block: int) -> Any:
 class PleModel(nn.Module):
     """The n-gram table of a Qwen4Exp, where the model has it."""
 
-    def __init__(self, *, fp8: bool, served: bool) -> None:
+    def __init__(self, *, fp8: bool, served: bool, offload: bool = True) -> None:
         super().__init__()
         engine = ple_module()
-        values = {**layouts.PLE, "seed": 1234, "ple_offload_embedding": True}
+        values = {**layouts.PLE, "seed": 1234, "ple_offload_embedding": offload}
         values["ple_embedding_dtype"] = "float8_e4m3fn" if fp8 else None
         self.config = SimpleNamespace(**values)
         replaced, allocate = engine.Qwen4ExpPinnedHostEmbedding, engine.allocate_ple_host_table
@@ -259,7 +259,7 @@ class PleModel(nn.Module):
         return self.layers[-1].ple.ple_embedding.ngram_embedding
 
     def load(self, checkpoint: Path) -> None:
-        """As Qwen4ExpForConditionalGeneration.load_weights: row blocks of this rank's vocabulary."""
+        """As Qwen4ExpForConditionalGeneration.load_weights: this rank's part of the row blocks."""
         table = self.table
         vocabulary = table.shard_indices
         first, end = vocabulary.org_vocab_start_index, vocabulary.org_vocab_end_index
