@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := all
-.PHONY: all setup build stubs lint test demo bench bench-gpu bench-report gpu-test sanitizers sim sim-soak sim-mutants crash clean
+.PHONY: all setup build stubs lint test demo bench bench-gpu bench-report gpu-test sanitizers sim sim-soak sim-mutants crash test-sglang bench-sglang clean
 
 all: lint test
 
@@ -30,6 +30,14 @@ lint: build
 
 test: build
 	$(PY) -m pytest
+
+# SGLang's real modules, both releases, in environments of their own (.venv-sglang).
+.venv-sglang/.ready: .venv/.built tests/engines/sglang/requirements.txt tools/sglang_venvs.sh
+	tools/sglang_venvs.sh
+test-sglang: .venv-sglang/.ready
+	$(PY) -m pytest tests/engines/sglang
+bench-sglang: .venv-sglang/.ready
+	$(PY) -m bench.sglang
 
 demo: build
 	$(PY) -m tierd.cli demo

@@ -230,7 +230,7 @@ def collective_rank(rank: int, config: Any, token_map: list[int]) -> dict[str, i
     with models.published(checkpoint("v41"), tp=2, rank=rank):
         init_distributed_environment(
             world_size=2, rank=rank, local_rank=rank, backend="gloo",
-            distributed_init_method=f"file://{FACTS['scratch']}/rendezvous",
+            distributed_init_method=f"file://{FACTS['rendezvous']}",
         )  # fmt: skip
         initialize_model_parallel(backend="gloo")
         outputs = []
