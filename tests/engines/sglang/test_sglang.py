@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -142,6 +143,22 @@ def test_hook_check(release: str) -> None:
     assert "SGLANG_PLUGINS=other leaves tierd out" in problems["release and environment"]
     assert findings["entry point tierd of sglang.srt.plugins"]["detail"].startswith("tierd.hook")
     assert findings["sglang.srt.layers.engram"]["detail"].startswith("EngramEmbedding, Engram")
+
+
+def test_tierd_run_sees_that_the_plugin_is_left_out(facts: dict[str, str]) -> None:
+    """SGLang would go on without us and say nothing."""
+    run = [sys.executable, "-m", "tierd.cli", "run", "--socket", facts["socket"], "--"]
+    code = "import sglang.srt.plugins; print('goes on')"
+    done = subprocess.run(
+        [*run, str(engines.python_of("0.5.22")), "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "SGLANG_PLUGINS": "other"},
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("tierd: SGLANG_PLUGINS=other leaves tierd out")
 
 
 def test_a_refusal_ends_the_process_that_loads_plugins() -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tierd.errors import HookError
-from tierd.hook import attach, settings
+from tierd.hook import attach, autostart, settings
 from tierd.hook.sglang import guards
 from tierd.types import TableKind
 
@@ -190,6 +190,7 @@ class Rank:
         self.attached = attach.attach_found(self.found, self.settings, _who(), **options)
         for table in self.tables:
             table.bind(self.attached)
+            autostart.note_replaced()
 
     def spec(self, table: ServedTable) -> TableSpec:
         """Return what the checkpoint, or the image, says of a table.
