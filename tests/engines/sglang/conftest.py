@@ -72,7 +72,7 @@ class Scenarios:
 @pytest.fixture(scope="session", params=engines.RELEASES)
 def scenarios(request: pytest.FixtureRequest, facts: dict[str, str]) -> Iterator[Scenarios]:
     made = Scenarios(request.param, {**facts, "rendezvous": f"{facts['scratch']}/{request.param}"})
-    for name in ("served", "sharded", "refused"):
+    for name in ("served", "sharded", "refused", "on_gpu"):
         made.start(name)
     yield made
     made.close()

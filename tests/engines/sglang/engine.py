@@ -429,7 +429,46 @@ def dummy_weights() -> dict[str, Any]:
     }
 
 
-SCENARIOS = {"served": served, "sharded": sharded, "refused": refused}
+# --- on_gpu: the GPU's kernels, in Triton's interpreter ------------------------------------------
+
+
+def on_gpu() -> dict[str, Any]:
+    """What a rank on a GPU runs but for its graphs: caches, row ranges, strided ids."""
+    models.load_plugins()
+    config = models.engram_config()
+    hashers = [models.hasher(config)]
+    hashers.append(models.hasher(config, token_map=hashers[0].token_map.tolist()))
+    with models.published(checkpoint("v41"), tp=2, rank=1):
+        mine = models.EngramModel(config, hashers[0], served=True)
+        theirs = models.EngramModel(config, hashers[1], served=False)
+        for layer in mine.layers.values():
+            layer["engram"].embed.tierd.on_gpu = True
+        for model in (mine, theirs):
+            model.load(checkpoint("v41"))
+        models.take(mine)
+        found = {"rows": 0, "differing": 0, "zeroes": 0}
+        for step in range(2):
+            tokens = torch.tensor([17, 90_000])
+            batch = models.decode([1, 3], [step, step])
+            ids = [model.engram_hasher(tokens, batch) for model in (mine, theirs)]
+            assert bool((ids[0] == ids[1]).all())
+            for layer in config.engram_layer_ids:
+                pair = [model.layers[str(layer)]["engram"] for model in (mine, theirs)]
+                index = pair[0].layer_hash_index
+                a, b = (
+                    one.embed._owned_rows(i[:, index]) for one, i in zip(pair, ids, strict=True)
+                )
+                found["rows"] += a[..., 0].numel()
+                found["differing"] += models.differing_rows(a, b)
+                found["zeroes"] += int((a == 0).all(dim=-1).sum())
+        stats = [layer["engram"].embed.tierd.stats() for layer in mine.layers.values()]
+        found["demands"] = sum(one["demands"] for one in stats)
+        found["hits"] = sum(one["hits"] for one in stats)
+    tables.forget()
+    return found
+
+
+SCENARIOS = {"on_gpu": on_gpu, "served": served, "sharded": sharded, "refused": refused}
 
 
 def main() -> None:

@@ -65,6 +65,16 @@ def test_two_ranks_add_up_to_the_stock_rows(scenarios: Scenarios) -> None:
     assert (found["differing"], found["outputs differing"], found["zero rows"]) == (0, 0, 0)
 
 
+def test_the_gpu_path_serves_a_ranks_rows(scenarios: Scenarios) -> None:
+    """Its kernels interpreted: a kick by the hasher, rows of this rank's range, zero for others."""
+    found = scenarios["on_gpu"]
+    assert found["rows"] == 192
+    assert 0 < found["zeroes"] < 192
+    assert found["differing"] == 0
+    assert found["demands"] == 0
+    assert found["hits"] > 0
+
+
 REFUSED = {
     "release": r"^tierd: sglang 0\.6\.0 is not a release .*\(0\.5\.22 and 0\.5\.23\)",
     "let in, nothing there": r"sglang 0\.6\.0 has no .*engram\.Engram\.nothing",
