@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := all
-.PHONY: all setup build stubs lint test lab demo packages bench bench-gpu bench-report gpu-test sanitizers sim sim-soak sim-mutants crash clean bench-storage
+.PHONY: all setup build stubs lint test lab demo packages bench bench-gpu bench-report gpu-test sanitizers sim sim-soak sim-mutants crash clean bench-storage test-sglang bench-sglang
 
 all: lint test
 
@@ -34,6 +34,14 @@ test: build
 # Loop devices, broken disks: as root; skips by name elsewhere.
 lab: build
 	$(PY) -m pytest -m lab tests
+
+# SGLang's real modules, both releases, in environments of their own (.venv-sglang).
+.venv-sglang/.ready: .venv/.built tests/engines/sglang/requirements.txt tools/sglang_venvs.sh
+	tools/sglang_venvs.sh
+test-sglang: .venv-sglang/.ready
+	$(PY) -m pytest tests/engines/sglang
+bench-sglang: .venv-sglang/.ready
+	$(PY) -m bench.sglang
 
 demo: build
 	$(PY) -m tierd.cli demo

@@ -77,6 +77,7 @@ class AttachedClient:
     engine: str
     rank: int
     world: int
+    expected_ranks: int
     since: float
     view: ChannelView
     attached: Attached
@@ -352,6 +353,7 @@ class _Session:
             engine=request.engine,
             rank=request.rank,
             world=request.world,
+            expected_ranks=request.expected_ranks,
             since=time.time(),
             view=view,
             attached=attached,

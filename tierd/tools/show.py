@@ -29,8 +29,10 @@ def images(listed: list[dict[str, Any]]) -> None:
     make_console().print(table)
 
 
-def status(state: dict[str, Any], clients: list[dict[str, Any]]) -> None:
-    """Print the daemon's state and its clients."""
+def status(
+    state: dict[str, Any], clients: list[dict[str, Any]], engines: list[dict[str, Any]]
+) -> None:
+    """Print the daemon's state, its clients, and which ranks of an engine are missing."""
     console = make_console()
     head = (
         f"{state['name']} {state['version']}, pid {state['pid']}, up {duration(state['uptime_s'])}"
@@ -61,6 +63,11 @@ def status(state: dict[str, Any], clients: list[dict[str, Any]]) -> None:
     for refusal in state["refusals"]:
         console.print(f"  refused pid {refusal['pid']}: {refusal['reason']}")
     console.print(f"  {state['images']} images, {len(clients)} clients")
+    for engine in engines:
+        text = f"{engine['attached_ranks']} of {engine['expected_ranks']} ranks attached"
+        if engine["missing_ranks"]:
+            text += f"; missing: {', '.join(map(str, engine['missing_ranks']))}"
+        console.print(f"  {engine['engine']}: {text}")
     if clients:
         console.print(_rings(clients))
 
