@@ -78,8 +78,36 @@ class DeviceVersionError(DeviceError):
     """The device was written by a newer tierd."""
 
 
+class DeviceShrunkError(DeviceError):
+    """The device has fewer bytes than when it was formatted."""
+
+
+class DeviceReadOnlyError(DeviceError):
+    """The device, or the file system below it, takes no writes."""
+
+
+class DeviceMissingError(DeviceError):
+    """There is no such device: the path leads nowhere, or no device has the UUID."""
+
+
+class DeviceDuplicateError(DeviceError):
+    """Two devices bear the same UUID: one is a copy of the other."""
+
+
+class DeviceFailedError(DeviceError):
+    """The device failed a read, a write or a flush, or does not store what it is told."""
+
+
 class ImageError(TierdError):
     """An image that does not exist, is incomplete or does not match."""
+
+
+class ImageIncompleteError(ImageError):
+    """A device that holds a part of the image is not there, or lost that part."""
+
+
+class ImageVersionError(ImageError):
+    """The image's pages have a newer format than this tierd reads."""
 
 
 class VerifyError(ImageError):

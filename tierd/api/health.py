@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from http import HTTPStatus
 
 from aiohttp import web
@@ -16,9 +15,9 @@ routes = web.RouteTableDef()
 
 @routes.get("/healthz")
 async def get_health(request: web.Request) -> web.Response:
-    """Wake the pumps and see their counters move."""
-    plane = request.app[DAEMON].plane
-    if not await asyncio.to_thread(plane.is_beating):
-        text = "a pump stands still: rows are not served; run: systemctl restart tierd"
+    """Ask the watchdog, then wake the pumps and see their counters move."""
+    daemon = request.app[DAEMON]
+    if stuck := await daemon.vitals():
+        text = f"{stuck} stands still: engines serve themselves; run: systemctl restart tierd"
         return problem(HTTPStatus.SERVICE_UNAVAILABLE, text, instance=request.path)
-    return reply(schemas.Health(status="ok", pumps=len(plane.pumps)))
+    return reply(schemas.Health(status="ok", pumps=len(daemon.plane.pumps)))

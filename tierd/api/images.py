@@ -62,6 +62,9 @@ def _image(image: ServedImage) -> schemas.Image:
         staged_at=moment(info.staged_at),
         device=image.store.device.path,
         device_uuid=image.store.uuid,
-        extents=len(image.extents),
+        extents=image.extents,
+        page_version=info.page_version,
+        fault="",
+        devices=[store.device.path for store in image.striped.stores],
         clients=image.clients,
     )

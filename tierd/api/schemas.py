@@ -19,6 +19,20 @@ class Device(BaseModel):
     images: int
 
 
+class AbsentDevice(BaseModel):
+    """A configured device that could not be opened."""
+
+    device: str
+    reason: str
+
+
+class IncompleteImage(BaseModel):
+    """An image that is not served."""
+
+    name: str
+    reason: str  # which device it lacks, or which format it has
+
+
 class Pump(BaseModel):
     """A native thread that serves rings; counters since the daemon's start."""
 
@@ -35,6 +49,9 @@ class Pump(BaseModel):
     parks: int
     wakes: int
     beats: int  # loops
+    held_back: int  # looks at a request whose pages were still being read into
+    jumps: int  # doorbells that were nonsense
+    takeovers: int  # times a guardian took a ring
     cpu_user_ns: int
     cpu_system_ns: int
 
@@ -44,6 +61,14 @@ class History(BaseModel):
 
     degraded: str  # why not; "" while they are
     lost: int
+
+
+class Refusal(BaseModel):
+    """An engine that is too old or too new for this daemon; its guardian serves it meanwhile."""
+
+    pid: int
+    at: str
+    reason: str
 
 
 class Status(BaseModel):
@@ -58,12 +83,15 @@ class Status(BaseModel):
     devices: list[Device]
     pumps: list[Pump]
     images: int
+    absent_devices: list[AbsentDevice]
+    incomplete_images: list[IncompleteImage]
     shadowed_images: list[str]  # on a second device too; the first one serves them
     clients: int
     rings: int
     totals: Totals
     history: History
     session_faults: int
+    refusals: list[Refusal]  # engines of versions that are not served, newest last
 
 
 class Totals(BaseModel):
@@ -101,9 +129,12 @@ class Image(BaseModel):
     digest_kind: str
     tensors: list[str]
     staged_at: str
-    device: str
+    device: str  # the home device
     device_uuid: str
+    devices: list[str]  # all that hold a share of it, the home first
     extents: int
+    page_version: int  # format of its pages
+    fault: str  # why it cannot be served; "" here, since it is
     clients: int
 
 
@@ -119,6 +150,7 @@ class Ring(BaseModel):
     image: str
     rows_max: int
     arena_pages: int
+    server: str  # daemon, or guardian while the engine serves itself
     outstanding: int
     hit_ratio: float | None  # null before the first lookup
     lookups: int

@@ -42,12 +42,23 @@ def _status(daemon: Daemon, counters: list[dict[str, Any]]) -> schemas.Status:
         devices=[_device(store) for store in plane.stores],
         pumps=[schemas.Pump.model_validate(pump) for pump in counters],
         images=len(plane.images),
+        absent_devices=[
+            schemas.AbsentDevice(device=name, reason=why) for name, why in plane.absent.items()
+        ],
+        incomplete_images=[
+            schemas.IncompleteImage(name=image.name, reason=image.fault)
+            for image in plane.incomplete
+        ],
         shadowed_images=plane.shadowed,
         clients=len(clients),
         rings=sum(len(client.view.rings) for client in clients),
         totals=_totals(daemon),
         history=schemas.History(degraded=daemon.catalog.degraded, lost=daemon.catalog.lost),
         session_faults=daemon.attach.faults,
+        refusals=[
+            schemas.Refusal(pid=r.pid, at=moment(r.at), reason=r.reason)
+            for r in daemon.attach.refusals
+        ],
     )
 
 

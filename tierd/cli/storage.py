@@ -1,4 +1,4 @@
-"""Commands on devices and the images they hold."""
+"""Commands that put images on devices and check them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from typing import Any
 import click
 
 from tierd.cli.base import (
-    Size,
-    api_option,
-    ask,
     cli,
     config_option,
-    device_option,
+    devices_option,
     json_option,
     load,
     print_json,
@@ -21,31 +18,9 @@ from tierd.cli.base import (
 from tierd.errors import ConfigError
 
 
-@cli.command("format")
-@click.argument("device")
-@click.option("--size", type=Size(), help="Make a file of this size, such as 4GiB.")
-@click.option(
-    "--force",
-    metavar="NAME",
-    help="Overwrite what the device holds; NAME is the device's own path, typed again.",
-)
-@json_option
-def format_(device: str, size: int | None, force: str | None, as_json: bool) -> None:
-    """Make DEVICE (a block device or a file) ready for images."""
-    from tierd.tools import offline
-
-    result = offline.format_device(device, size=size, force=force)
-    if as_json:
-        print_json(result)
-        return
-    click.echo(f"{result['device']}: ready, {result['size_bytes']:,} bytes, uuid {result['uuid']}")
-    if not result["direct"]:
-        click.echo(f"note: reads go through the page cache: {result['direct_reason']}")
-
-
 @cli.command()
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@device_option(required=True)
+@devices_option(required=True)
 @click.option("--model", help="Name of the images' model; default: the checkpoint's directory.")
 @click.option("--tensor", "tensors", multiple=True, help="Take this tensor as a table; repeatable.")
 @click.option("--table", "tables", multiple=True, help="Stage only this table; repeatable.")
@@ -53,23 +28,24 @@ def format_(device: str, size: int | None, force: str | None, as_json: bool) -> 
 @json_option
 def stage(
     checkpoint: Path,
-    device: str,
+    devices: tuple[str, ...],
     model: str | None,
     tensors: tuple[str, ...],
     tables: tuple[str, ...],
     config_path: Path | None,
     as_json: bool,
 ) -> None:
-    """Copy the lookup tables of CHECKPOINT (a directory) to a device.
+    """Copy the lookup tables of CHECKPOINT (a directory) to one or several devices.
 
-    A table that is there already, from the same bytes, is left as it is.
+    Over several (up to 8) each image is dealt out in turn, 2 MiB at a time. A table that is there
+    already, from the same bytes, is left as it is.
     """
     from tierd.tools import offline
 
     results = offline.stage(
-        checkpoint, device, model=model, tensors=tensors, tables_wanted=tables, quiet=as_json
+        checkpoint, devices, model=model, tensors=tensors, tables_wanted=tables, quiet=as_json
     )
-    _remember_staged(results, device, config_path)
+    _remember_staged(results, devices, config_path)
     if as_json:
         print_json({"images": results})
         return
@@ -84,7 +60,7 @@ def stage(
 
 @cli.command()
 @click.argument("images", nargs=-1, metavar="[IMAGE]...")
-@device_option(required=True)
+@devices_option(required=True)
 @click.option(
     "--full", is_flag=True, help="Every page's CRC, every tag, and the digest of all rows."
 )
@@ -99,17 +75,17 @@ def stage(
 @json_option
 def verify(
     images: tuple[str, ...],
-    device: str,
+    devices: tuple[str, ...],
     full: bool,
     checkpoint: Path | None,
     sample: int,
     as_json: bool,
 ) -> None:
-    """Check images on a device; all of them, or those named MODEL/TABLE."""
+    """Check images on devices; all of them, or those named MODEL/TABLE."""
     from tierd.tools import offline
 
     reports = offline.verify(
-        device, images, full=full, checkpoint=checkpoint, sample=sample, quiet=as_json
+        devices, images, full=full, checkpoint=checkpoint, sample=sample, quiet=as_json
     )
     if as_json:
         print_json({"images": [report.to_json() for report in reports]})
@@ -120,36 +96,12 @@ def verify(
             found = f"{report.pages_checked:,} pages checked{rows}{digest}" if report.ok else "BAD"
             click.echo(f"{report.image}: {found}")
     for report in reports:
-        report.require_ok(device)
+        report.require_ok(*devices)
 
 
-@cli.command()
-@device_option(required=False)
-@api_option
-@config_option
-@json_option
-def images(
-    device: str | None, api_socket: str | None, config_path: Path | None, as_json: bool
+def _remember_staged(
+    results: list[dict[str, Any]], devices: tuple[str, ...], config_path: Path | None
 ) -> None:
-    """List images: those a daemon serves, or with --device those on a device."""
-    if device is not None:
-        from tierd.tools import offline
-
-        listed = offline.images(device)
-    else:
-        listed = ask(api_socket, config_path, "/v1/images")["images"]
-    if as_json:
-        print_json({"images": listed})
-        return
-    if not listed:
-        click.echo("no images; run: tierd stage CHECKPOINT --device DEVICE")
-        return
-    from tierd.tools import show
-
-    show.images(listed)
-
-
-def _remember_staged(results: list[dict[str, Any]], device: str, config_path: Path | None) -> None:
     """Tell history, if there is a place for it: staging needs neither it nor a configuration."""
     from tierd.catalog import Catalog
 
@@ -163,5 +115,5 @@ def _remember_staged(results: list[dict[str, Any]], device: str, config_path: Pa
     catalog = Catalog(paths.catalog)
     for result in results:
         if result["written_bytes"]:
-            catalog.record("staged", result["name"], device=device, **result)
+            catalog.record("staged", result["name"], devices=list(devices), **result)
     catalog.close()

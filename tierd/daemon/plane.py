@@ -6,6 +6,7 @@ event loop calls it from worker threads. One lock keeps the book; the pumps have
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import threading
@@ -14,9 +15,18 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from tierd.errors import AttachError, ConfigError, ImageError
-from tierd.io import _core
+from tierd.errors import (
+    AttachError,
+    ConfigError,
+    DeviceDamagedError,
+    DeviceError,
+    DeviceFailedError,
+    DeviceMissingError,
+    ImageError,
+)
+from tierd.io import _core, find_devices
 from tierd.io.store import Store
+from tierd.io.store_set import StoreSet
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,13 +34,16 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tierd.config import Settings
-    from tierd.io.store import StoredImage
-    from tierd.types import Extent, ImageInfo
+    from tierd.io.extent_table import Part, StoredImage
+    from tierd.io.store_set import StripedImage
+    from tierd.types import ImageInfo
 
 # Until a probe has measured them, windows are taken to grow by this much a layer: only their
 # order matters to a pump, and deeper layers do read later.
 LAYER_NS = 200_000
 BEAT_WAIT_S = 0.5
+STATS_MS = 1000  # for a pump to answer; its loop turns in far less
+STOP_MS = 1000
 
 
 @dataclasses.dataclass(slots=True)
@@ -38,24 +51,29 @@ class ServedImage:
     """An image and where it lies.
 
     Attributes:
+        striped: the image and the stores that hold it.
         tables: its handle in each pump.
         clients: how many clients have attached it now.
     """
 
-    stored: StoredImage
-    store: Store
+    striped: StripedImage
     tables: list[int] = dataclasses.field(default_factory=list)
     clients: int = 0
 
     @property
     def info(self) -> ImageInfo:
-        """What the device's root says of it."""
-        return self.stored.info
+        """What the home device's root says of it."""
+        return self.striped.info
 
     @property
-    def extents(self) -> tuple[Extent, ...]:
-        """Where its pages lie on the device."""
-        return self.stored.extents
+    def store(self) -> Store:
+        """The store on its home device."""
+        return self.striped.home
+
+    @property
+    def extents(self) -> int:
+        """In how many contiguous runs its pages lie, on all its devices."""
+        return sum(len(share.extents) for share in self.striped.shares)
 
     @property
     def window_ns(self) -> int:
@@ -76,28 +94,41 @@ class DataPlane:
     """Stores, images and pumps of one daemon.
 
     Attributes:
-        stores: in the order of ``devices.paths``.
+        stores: those that are there, in the order of ``devices.paths``.
+        absent: configured devices that are not: as configured -> why.
+        notes: what was odd about the devices when they were opened.
         images: image id -> image.
+        incomplete: images that cannot be served, since a device is missing or for their format.
         shadowed: names that a second device holds as well; the first device serves them.
         pumps: running native pumps.
+        stuck: reads were in flight when it was closed.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._lock = threading.Lock()
         self._loads: list[int] = []
+        self._leases: list[int] = []
         self.stores: list[Store] = []
+        self.absent: dict[str, str] = {}
+        self.notes: list[str] = []
         self.images: dict[int, ServedImage] = {}
+        self.incomplete: list[StripedImage] = []
         self.shadowed: list[str] = []
         self.pumps: list[Any] = []
+        self.stuck = False
+        self._stats: dict[int, dict[str, Any]] = {}
 
     @classmethod
     def open(cls, settings: Settings) -> Self:
         """Open every device, make the pumps and start them.
 
+        A device that is missing or broken does not keep the others from being served.
+
         Raises:
             ConfigError: no device is configured.
-            DeviceError: a device is busy, foreign, damaged or not there; nothing stays open.
+            DeviceError: a device is busy, foreign or of a newer format, or none of them can be
+                used; nothing stays open.
         """
         if not settings.devices.paths:
             raise ConfigError(
@@ -106,8 +137,7 @@ class DataPlane:
             )
         plane = cls(settings)
         try:
-            for path in settings.devices.paths:
-                plane.stores.append(Store.open(path, write=True))
+            plane._open_stores()
             plane._collect_images()
             for number in range(settings.pump.count):
                 plane._start_pump(number)
@@ -116,16 +146,35 @@ class DataPlane:
             raise
         return plane
 
+    def _open_stores(self) -> None:
+        errors: list[DeviceError] = []
+        for name in self._settings.devices.paths:
+            try:
+                self.stores.append(Store.open(find_devices.resolve(name), write=True))
+            except (DeviceMissingError, DeviceFailedError, DeviceDamagedError) as error:
+                self.absent[name] = str(error)
+                errors.append(error)
+        if not self.stores:
+            raise errors[0]
+        self._set = StoreSet(self.stores)
+        self.notes = self._set.notes + self._set.reclaim()
+
     def _collect_images(self) -> None:
         names = set()
         for store in self.stores:
             for stored in store.images:
-                info = stored.info
-                if info.name in names or info.image_id in self.images:
+                image = self._set.striped(store, stored)
+                info = image.info
+                if image.fault:
+                    self.incomplete.append(image)
+                elif info.name in names or info.image_id in self.images:
                     self.shadowed.append(f"{info.name} on {store.device.path}")
-                    continue
-                names.add(info.name)
-                self.images[info.image_id] = ServedImage(stored, store)
+                else:
+                    names.add(info.name)
+                    self.images[info.image_id] = ServedImage(image)
+        # While a pump may read an image its extents are not reused, and it is not deleted.
+        for store, held in by_store(list(self.images.values()), self.stores):
+            self._leases.append(store.reader_fd(held))
 
     def _start_pump(self, number: int) -> None:
         wanted = self._settings.pump
@@ -138,15 +187,12 @@ class DataPlane:
             crc_sample=self._settings.io.crc_sample,
             cpu=-1 if wanted.cpu < 0 else wanted.cpu + number,
         )
+        self._stats[number] = dict(pump.stats())
         self.pumps.append(pump)
         self._loads.append(0)
-        devices = {}
-        for store in self.stores:
-            fd = store.device.readonly_fd()
-            try:
-                devices[id(store)] = pump.add_device(fd)
-            finally:
-                os.close(fd)
+        # The exclusive descriptor itself: the kernel lets a successor have the device once no read
+        # through it is in flight, which is what makes its open a drain fence.
+        devices = {store.uuid: pump.add_device(store.device.fileno()) for store in self.stores}
         for image in self.images.values():
             table = pump.add_table(
                 image_id=image.info.image_id,
@@ -154,7 +200,7 @@ class DataPlane:
                 row_bytes=image.info.table.row_bytes,
                 rows=image.info.table.rows,
                 window_ns=image.window_ns,
-                extents=_extent_array(image.extents, devices[id(image.store)]),
+                extents=_extent_array(image.striped, devices),
             )
             image.tables.append(table)
         pump.start()
@@ -163,10 +209,14 @@ class DataPlane:
         """Return the image that a client asks for.
 
         Raises:
-            ImageError: it is not served, or was staged anew since the client listed it.
+            ImageError: it is not served (the text names a device that is missing), or was staged
+                anew since the client listed it.
         """
         image = self.images.get(image_id)
         if image is None:
+            for other in self.incomplete:
+                if other.info.image_id == image_id:
+                    other.require_whole()
             raise ImageError(f"image {image_id:016x} is not served here; run: tierd images")
         if image.info.generation != generation:
             raise ImageError(
@@ -201,36 +251,56 @@ class DataPlane:
                 image.clients += 1
         return Attached(pump=number, channel=channel, images=tuple(images))
 
-    def detach(self, attached: Attached) -> None:
-        """Let go of a channel; returns once no read of it is in flight."""
-        self.pumps[attached.pump].remove_channel(attached.channel)
+    def detach(self, attached: Attached, timeout_ms: int = -1) -> bool:
+        """Let go of a channel once no read of it is in flight; False if there still is one."""
+        if not self.pumps[attached.pump].remove_channel(attached.channel, timeout_ms):
+            return False
         with self._lock:
             self._loads[attached.pump] -= len(attached.images)
             for image in attached.images:
                 image.clients -= 1
+        return True
 
     def stats(self) -> list[dict[str, Any]]:
-        """Return each pump's counters."""
-        return [dict(pump.stats()) for pump in self.pumps]
+        """Return each pump's counters; those of the last look for a pump that stands still."""
+        for number, pump in enumerate(self.pumps):
+            with contextlib.suppress(TimeoutError):
+                self._stats[number] = dict(pump.stats(STATS_MS))
+        return [self._stats[number] for number in sorted(self._stats)]
 
     def is_beating(self) -> bool:
         """Wake every pump and tell whether its loop counter moves within half a second."""
-        before = [pump.stats()["beats"] for pump in self.pumps]
+        before = [pump.beats for pump in self.pumps]
         for pump in self.pumps:
             os.eventfd_write(pump.wake_fd, 1)
         deadline = time.monotonic() + BEAT_WAIT_S
         for pump, beat in zip(self.pumps, before, strict=True):
-            while pump.stats()["beats"] == beat:
+            while pump.beats == beat:
                 if time.monotonic() > deadline:
                     return False
                 time.sleep(0.001)
         return True
 
-    def close(self) -> None:
-        """Stop the pumps, then let go of the devices. Idempotent."""
+    def leave(self) -> None:
+        """Ask the guardians of all clients, present and future, to take over."""
         for pump in self.pumps:
-            pump.stop()
+            pump.leave()
+
+    def close(self) -> None:
+        """Stop the pumps, then let go of the devices. Idempotent.
+
+        A device that does not answer is waited for briefly. Then everything stays as it is, and
+        ``stuck`` says that only the process's end frees it; until the last read has landed the
+        kernel keeps the device from whoever comes next.
+        """
+        for pump in self.pumps:
+            self.stuck |= not pump.stop(STOP_MS)
+        if self.stuck:
+            return
         self.pumps.clear()
+        for fd in self._leases:
+            os.close(fd)
+        self._leases.clear()
         for store in self.stores:
             store.close()
         self.stores.clear()
@@ -246,10 +316,8 @@ def image_map(images: Sequence[ServedImage]) -> dict[str, Any]:
                 "row_bytes": image.info.table.row_bytes,
                 "rows": image.info.table.rows,
                 "devices": [
-                    {
-                        "uuid": image.store.uuid,
-                        "extents": [[e.first_page, e.pages, e.device_page] for e in image.extents],
-                    }
+                    {"uuid": share.uuid, "extents": image.striped.extent_rows(index).tolist()}
+                    for index, share in enumerate(image.striped.shares)
                 ],
             }
             for image in images
@@ -257,15 +325,29 @@ def image_map(images: Sequence[ServedImage]) -> dict[str, Any]:
     }
 
 
-def by_store(images: Sequence[ServedImage]) -> list[tuple[Store, list[StoredImage]]]:
-    """Return the stores that hold these images, each once, with the images on it."""
-    found: dict[str, tuple[Store, list[StoredImage]]] = {}
+def by_store(
+    images: Sequence[ServedImage], stores: Sequence[Store] = ()
+) -> list[tuple[Store, list[StoredImage | Part]]]:
+    """Return the stores that hold these images, each once, with what each holds of them.
+
+    ``stores`` come first, in their order, whether they hold anything or not.
+    """
+    found: dict[str, tuple[Store, list[StoredImage | Part]]] = {
+        store.uuid: (store, []) for store in stores
+    }
     for image in images:
-        found.setdefault(image.store.uuid, (image.store, []))[1].append(image.stored)
+        for share in image.striped.shares:
+            assert share.store is not None, "images that are served are whole"
+            assert share.holding is not None, "and committed"
+            found.setdefault(share.uuid, (share.store, []))[1].append(share.holding)
     return list(found.values())
 
 
-def _extent_array(extents: Sequence[Extent], device: int) -> NDArray[np.uint64]:
-    ordered = sorted(extents, key=lambda extent: extent.first_page)
-    rows = [(e.first_page, e.pages, device, e.device_page) for e in ordered]
-    return np.array(rows, dtype=np.uint64).reshape(-1, 4)
+def _extent_array(image: StripedImage, devices: dict[str, int]) -> NDArray[np.uint64]:
+    """Rows for the pump: uint64 [n, 4] of (page in the image, pages, device, device page)."""
+    parts = []
+    for index, share in enumerate(image.shares):
+        rows = image.extent_rows(index)
+        parts.append(np.insert(rows, 2, np.uint64(devices[share.uuid]), axis=1))
+    rows = np.concatenate(parts)
+    return np.ascontiguousarray(rows[np.argsort(rows[:, 0])])

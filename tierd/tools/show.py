@@ -23,14 +23,14 @@ def images(listed: list[dict[str, Any]]) -> None:
             image["row_format"],
             size(image["size_bytes"]),
             str(image["generation"]),
-            image["device"],
+            " ".join(image["devices"]),
         )
-    _console().print(table)
+    make_console().print(table)
 
 
 def status(state: dict[str, Any], clients: list[dict[str, Any]]) -> None:
     """Print the daemon's state and its clients."""
-    console = _console()
+    console = make_console()
     head = (
         f"{state['name']} {state['version']}, pid {state['pid']}, up {duration(state['uptime_s'])}"
     )
@@ -44,8 +44,14 @@ def status(state: dict[str, Any], clients: list[dict[str, Any]]) -> None:
         console.print(f"  pump {number}: {pump['transport']}{reason}")
     if state["history"]["degraded"]:
         console.print(f"  history is not being kept: {state['history']['degraded']}")
+    for absent in state["absent_devices"]:
+        console.print(f"  device {absent['device']} is not there: {absent['reason']}")
+    for image in state["incomplete_images"]:
+        console.print(f"  not served: {image['name']}: {image['reason']}")
     for name in state["shadowed_images"]:
         console.print(f"  not served: {name}: another device has it as well")
+    for refusal in state["refusals"]:
+        console.print(f"  refused pid {refusal['pid']}: {refusal['reason']}")
     console.print(f"  {state['images']} images, {len(clients)} clients")
     if clients:
         console.print(_rings(clients))
@@ -95,6 +101,7 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-def _console() -> Console:
+def make_console() -> Console:
+    """Standard output, for text that people copy and scripts read."""
     # Paths and names are neither cut, wrapped nor coloured: people copy them, scripts read them.
     return Console(highlight=False, markup=False, width=COLUMNS_MAX, color_system=None)
