@@ -59,15 +59,16 @@ class Cache:
 
     def __init__(self, rows: int, steps: int, sizes: int = 1) -> None:
         self._last = np.full(rows, -1, np.int64)
-        self._used = np.zeros(steps, np.int64)  # rows whose last use was that step
+        self._used = np.zeros(steps + 1, np.int64)  # by step of last use; the last: never used
         self._oldest = np.zeros(sizes, np.int64)
         self.resident = np.zeros(sizes, np.int64)
 
     def use(self, rows: NDArray[np.int64], step: int) -> NDArray[np.int64]:
         """Look distinct rows up; return how many were missing, for each size."""
-        last = self._last[rows]
-        missing = (last[:, None] < self._oldest[None, :]).sum(axis=0)
-        np.subtract.at(self._used, last[last >= 0], 1)
+        last = np.sort(self._last[rows])
+        missing = np.searchsorted(last, self._oldest)
+        starts = np.flatnonzero(np.concatenate([[True], last[1:] != last[:-1]]))
+        self._used[last[starts]] -= np.diff(starts, append=len(last))
         # A row that was resident moves, one that was not comes.
         self._last[rows] = step
         self._used[step] = len(rows)
@@ -118,24 +119,25 @@ def play(
     fit = ReadFit.start(ReadTime(0.2, 4.0, 0.0))
     noise = np.exp(rng.normal(0, NOISE, (steps, tables)))
     out = Run(np.zeros(steps), [], ways, [])
-    chosen = [[one[t][sampled(one[t], scenario.rate)] for t in range(steps)] for one in traffic]
-    pages = np.zeros((steps, tables))
-    stalls = np.zeros((steps, tables))
-    times = np.zeros((steps, tables))
+    pages, times = np.zeros((steps, tables)), np.zeros((steps, tables))
     for step in range(steps):
-        missing = [int(c.use(one[step], step)[0]) for c, one in zip(caches, traffic, strict=True)]
+        for n, (cache, one) in enumerate(zip(caches, traffic, strict=True)):
+            pages[step, n] = cache.use(one[step], step)[0]
         _evict(caches, state.ways, scenario.sets, step)
-        pages[step] = missing
-        times[step] = reads_ms(pages[step], (scenario.disk,), shares) * noise[step]
-        stalls[step] = stalls_ms(times[step], windows)
-        if not follow or step % STEPS_PER_S != STEPS_PER_S - 1:
+        if step % STEPS_PER_S != STEPS_PER_S - 1:
             continue
         span = slice(step - STEPS_PER_S + 1, step + 1)
+        times[span] = reads_ms(pages[span], (scenario.disk,), shares) * noise[span]
+        stalls = stalls_ms(times[span], windows).sum(axis=1)
+        out.growth_ms[span] = stalls
+        if not follow:
+            continue
         fit = _observe(fit, pages[span], times[span])
         for n, one in enumerate(traffic):
             lookups = sum(len(rows) for rows in one[span])
             samplers[n].half_life = MINUTE * lookups / STEPS_PER_S
-            samplers[n].add(np.concatenate(chosen[n][span]), lookups=lookups)
+            seen_rows = np.concatenate(one[span])
+            samplers[n].add(seen_rows[sampled(seen_rows, scenario.rate)], lookups=lookups)
         if step < hold_until:
             continue
         load = NodeLoad(
@@ -149,13 +151,11 @@ def play(
             (fit.model,),
         )  # fmt: skip
         began = time.perf_counter()
-        stall = float(stalls[span].sum(axis=1).mean())
-        seen = climber.Observation(load, scenario.sets, STEPS_PER_S, stall)
+        seen = climber.Observation(load, scenario.sets, STEPS_PER_S, float(stalls.mean()))
         decision, state = decide(seen, state, limits)
         out.decide_ms.append((time.perf_counter() - began) * 1e3)
         if decision.action != "hold":
             out.moves.append((step, f"{decision.action} {state.ways}: {decision.reason}"))
-    out.growth_ms = stalls.sum(axis=1)
     out.ways = state.ways
     return out
 
@@ -238,8 +238,9 @@ def hot_and_fresh(
 
     def draw(rng: np.random.Generator, steps: int) -> list[NDArray[np.int64]]:
         out, fresh = [], hot
-        for _ in range(steps):
-            warm = np.unique(rng.integers(0, max(hot, 1), rng.binomial(lookups, share)))
+        known = rng.integers(0, max(hot, 1), (steps, lookups))
+        for count, row in zip(rng.binomial(lookups, share, steps), known, strict=True):
+            warm = np.unique(row[:count])
             new = lookups - len(warm) if share < 1 else 0
             out.append(np.concatenate([warm, np.arange(fresh, fresh + new)]))
             fresh += new

@@ -39,7 +39,9 @@ def stalls_ms(
     late = np.asarray(reads_ms, np.float64) - np.asarray(windows_ms, np.float64)
     late = late + np.asarray(resolve_ms, np.float64)[..., None]
     reached = np.maximum.accumulate(np.maximum(late, 0.0), axis=-1)
-    return np.diff(reached, axis=-1, prepend=0.0)
+    stalls = reached.copy()
+    stalls[..., 1:] -= reached[..., :-1]
+    return stalls
 
 
 def growth_ms(

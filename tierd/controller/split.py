@@ -64,7 +64,7 @@ class Limits:
     settle_max: float = 600.0
     veto_ms: float = 0.15
     bar_steps: float = 3600.0
-    samples_min: float = 400.0
+    samples_min: float = 64.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

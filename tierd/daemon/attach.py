@@ -52,6 +52,14 @@ class ImageRef(BaseModel):
     generation: int = Field(ge=0, lt=1 << 32)
 
 
+class CacheOf(BaseModel):
+    """A row cache of the client, as it says: what the controller reckons with."""
+
+    sets: int = Field(ge=1, le=1 << 27)
+    row_bytes: int = Field(ge=1, le=4096)
+    ways: dict[int, Annotated[int, Field(ge=0, le=32)]] = Field(max_length=64)
+
+
 class AttachRequest(BaseModel):
     """The attach message; unknown keys are those of newer engines and are ignored."""
 
@@ -61,6 +69,7 @@ class AttachRequest(BaseModel):
     world: int = Field(ge=1, le=4096)
     expected_ranks: int = Field(ge=1, le=4096)
     images: list[ImageRef] = Field(min_length=1, max_length=64)
+    caches: list[CacheOf] = Field(default_factory=list, max_length=64)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,6 +84,7 @@ class AttachedClient:
     since: float
     view: ChannelView
     attached: Attached
+    caches: tuple[CacheOf, ...] = ()
 
 
 class AttachServer:
@@ -287,6 +297,7 @@ class _Session:
             since=time.time(),
             view=view,
             attached=attached,
+            caches=tuple(request.caches),
         )
         server.clients[client.client_id] = client
         names = [image.info.name for image in wanted]

@@ -21,7 +21,7 @@ import uuid
 from typing import TYPE_CHECKING, Any, Self
 
 from tierd.errors import AttachError, RowError
-from tierd.gpu import caches
+from tierd.gpu import caches, tracing
 from tierd.io import _core, wire
 from tierd.types import ImageInfo, RowFormat
 
@@ -55,6 +55,7 @@ class Client:
         self._images = tuple(images)
         self._tables = tables
         self._pid = os.getpid()
+        self._recorder: tracing.Recorder | None = None
         self.client_id: str = ""
         self.boot_id = link.boot_id
         self.daemon_pid = link.daemon_pid
@@ -134,6 +135,10 @@ class Client:
             "rank": rank,
             "world": world,
             "expected_ranks": world,
+            "caches": [
+                {"sets": part.sets, "row_bytes": part.row_bytes, "ways": part.quotas}
+                for part in caches.plan([image.table for image in images], cache_rows)
+            ],
             "images": [
                 {"image_id": f"{image.image_id:016x}", "generation": image.generation}
                 for image in images
@@ -142,6 +147,7 @@ class Client:
         answer = link.attach(request, channel.fd)
         tables = _make_tables(images, channel, link, cache_rows)
         client = cls(link, channel, images, tables)
+        client.record(tracing.recorder(images, engine))
         client.client_id = answer["client"]
         return client
 
@@ -161,6 +167,12 @@ class Client:
         """The images of this client, in ring order."""
         return self._images
 
+    def record(self, recorder: tracing.Recorder | None) -> None:
+        """Let a recorder note every kick from now on, until the client closes."""
+        self._recorder = recorder
+        for table in self._tables.values():
+            table.recorder = recorder
+
     def images(self, model: str | None = None) -> list[ImageInfo]:
         """Return the images that the daemon serves, attached or not."""
         return self._link.images(model)
@@ -172,6 +184,8 @@ class Client:
         """
         for table in self._tables.values():
             table.close()
+        if self._recorder is not None and os.getpid() == self._pid:
+            self._recorder.close()
         if os.getpid() == self._pid:
             self._link.detach()
         else:
@@ -196,6 +210,7 @@ class TableClient:
     def __init__(self, info: ImageInfo, twin: Any, *, quota: int, device: str) -> None:
         self.info = info
         self.quota = quota
+        self.recorder: tracing.Recorder | None = None
         self._twin = twin
         self._device = device
 
@@ -216,6 +231,8 @@ class TableClient:
         """
         with self._explained():
             self._open().kick(ids)
+        if self.recorder is not None:
+            self.recorder.note(self.info, ids)
 
     def gather(self, ids: Any, out: Any) -> None:
         """Wait for the rows and write them to ``out``.
