@@ -6,7 +6,7 @@ the standard library and click is imported inside the commands, so that help ans
 
 from __future__ import annotations
 
-from tierd.cli import config, serving, storage
+from tierd.cli import config, plan, serving, storage, trace
 from tierd.cli.base import cli, main
 
-__all__ = ["cli", "config", "main", "serving", "storage"]
+__all__ = ["cli", "config", "main", "plan", "serving", "storage", "trace"]
