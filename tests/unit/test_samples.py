@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from tests.unit.gpu_rig import GpuEngine
 from tests.unit.twin_rig import Engine, Rig
 from tierd.io import _core
 from tierd.io.samples import SampleReader
@@ -61,6 +62,25 @@ def test_the_twin_samples_what_the_hash_picks(rig: Rig) -> None:
         # One counter orders the samples of both tables.
         assert stamps == sorted(stamps)
         assert len(set(stamps)) > 10
+
+
+def test_the_gpu_samples_what_the_hash_picks(rig: Rig) -> None:
+    """Two tables of one cache; a step that is kicked, and a prefill in two parts."""
+    rows = np.arange(1500)
+    marked = picked(rows, P.SAMPLE_THRESHOLD)
+    others = np.setdiff1d(rows, marked)
+    with GpuEngine(rig, rig.images, rows_max=8) as engine:
+        readers = [reader_of(engine.channel, ring) for ring in range(2)]
+        engine.step(0, np.array([*others[:3], *marked[:3]]))
+        engine.step(1, np.array([*marked[3:5], *others[:2]]))
+        engine.gather(0, np.array([*marked[5:8], *others[:7]]))
+        first, second = readers[0].read(), readers[1].read()
+        assert sorted(first.rows.tolist()) == sorted(marked[:3] + marked[5:8])
+        assert sorted(second.rows.tolist()) == marked[3:5]
+        assert first.prefill.tolist() == [False] * 3 + [True] * 3
+        assert second.stamps.tolist() == [first.stamps[0] + 1] * 2
+        assert (first.rate, first.lost) == (1 / 64, 0)
+        assert readers[0].read().rows.tolist() == []
 
 
 def test_a_reader_that_comes_too_late_says_what_it_lost(rig: Rig) -> None:

@@ -5,7 +5,9 @@
     table.kick(ids)            # when the token ids are known
     table.gather(ids, out)     # where the layer needs the rows
 
-The daemon may start later than the engine: attach waits for it, at most ``wait_s``.
+The daemon may start later than the engine: attach waits for it, at most ``wait_s``. With
+``TableOptions(device="cuda:0")`` the tables take and give tensors of that GPU, and may be captured
+in its graphs.
 """
 
 from __future__ import annotations
@@ -20,13 +22,20 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any, Self
 
-from tierd.errors import AttachError, RowError
+from tierd.errors import AttachError
 from tierd.gpu import caches, tracing
-from tierd.io import _core, wire
-from tierd.types import ImageInfo, RowFormat
+from tierd.gpu.tables import TableOptions, by_names, move_quotas
+from tierd.gpu.twin_tables import TableClient, make_twins
+from tierd.io import _core, samples, wire
+from tierd.types import ImageInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
+
+    import torch
+
+    from tierd.gpu.audit import Audit, ImageRows, RowJudge
+    from tierd.gpu.tables import Table
 
 DEFAULT_SOCKET = "/run/tierd/engine.sock"
 IMAGES_MAX = 64  # one ring each; a table number has 6 bits
@@ -48,7 +57,7 @@ class Client:
     """
 
     def __init__(
-        self, link: _Link, channel: Any, images: Sequence[ImageInfo], tables: dict[str, TableClient]
+        self, link: _Link, channel: Any, images: Sequence[ImageInfo], tables: dict[str, Table]
     ) -> None:
         self._link = link
         self._channel = channel
@@ -73,6 +82,7 @@ class Client:
         world: int = 1,
         wait_s: float = 30.0,
         arena_pages: int | None = None,
+        options: TableOptions | None = None,
     ) -> Self:
         """Attach to a daemon and make a table of each image.
 
@@ -86,12 +96,17 @@ class Client:
             world: ranks of the engine.
             wait_s: how long to wait for a daemon that is not there yet, seconds.
             arena_pages: pages of each arena; None makes room for two full requests.
+            options: how the tables are wanted: on which device, which rows, audited or not.
 
         Raises:
             AttachError: no daemon, or it refused; the text says which and what to do.
+            HookError: no such GPU, not enough memory on it, or a graph is being captured.
         """
         images = tuple(images)
         _check_images(images)
+        options = options or TableOptions()
+        options.check(images)
+        device = _check_device(options)
         link = _Link.connect(os.fspath(socket_path), wait_s)
         try:
             return cls._attach_over(
@@ -103,6 +118,8 @@ class Client:
                 rank=rank,
                 world=world,
                 arena_pages=2 * rows_max if arena_pages is None else arena_pages,
+                options=options,
+                device=device,
             )
         except BaseException:
             link.close()
@@ -120,14 +137,19 @@ class Client:
         rank: int,
         world: int,
         arena_pages: int,
+        options: TableOptions,
+        device: torch.device | None,
     ) -> Self:
-        rings = [(rows_max, arena_pages, number, 0) for number in range(len(images))]
+        flags = 0 if device is None else int(_core.protocol.RING_FLAG_GPU)
+        rings = [(rows_max, arena_pages, number, flags) for number in range(len(images))]
         try:
             channel = _core.Channel(
                 rank=rank, world=world, client_id=uuid.uuid4().bytes, rings=rings
             )
         except (ValueError, OSError) as error:
             raise AttachError(f"no channel of {len(rings)} rings can be made: {error}") from None
+        if options.sample_rate is not None:
+            _set_sample_rate(channel, options.sample_rate)
         request = {
             "op": "attach",
             "abi": wire.ABI,
@@ -145,13 +167,22 @@ class Client:
             ],
         }
         answer = link.attach(request, channel.fd)
-        tables = _make_tables(images, channel, link, cache_rows)
+        tables = _make_tables(
+            images, channel, link, cache_rows=cache_rows, options=options, device=device
+        )
         client = cls(link, channel, images, tables)
-        client.record(tracing.recorder(images, engine))
         client.client_id = answer["client"]
+        client.record(tracing.recorder(images, engine))
         return client
 
-    def table(self, name: str) -> TableClient:
+    def record(self, recorder: tracing.Recorder | None) -> None:
+        """Let a recorder note every kick of the CPU twins from now on, until the client closes."""
+        self._recorder = recorder
+        for table in self._tables.values():
+            if isinstance(table, TableClient):
+                table.recorder = recorder
+
+    def table(self, name: str) -> Table:
         """Return a table by its name, such as ``layers.1.engram``, or by ``model/table``.
 
         Raises:
@@ -162,16 +193,22 @@ class Client:
             raise AttachError(f"table {name} is not attached; there are: {known}")
         return self._tables[name]
 
+    def set_quotas(self, quotas: dict[str, int]) -> None:
+        """Change several tables' ways per set together: what some give up, others may take.
+
+        Args:
+            quotas: table name -> ways, of 32 in each cache.
+
+        Raises:
+            AttachError: a table that this client did not attach.
+            HookError, ValueError: more ways than a set has; some may have changed.
+        """
+        move_quotas(self._tables, quotas)
+
     @property
     def attached(self) -> tuple[ImageInfo, ...]:
         """The images of this client, in ring order."""
         return self._images
-
-    def record(self, recorder: tracing.Recorder | None) -> None:
-        """Let a recorder note every kick from now on, until the client closes."""
-        self._recorder = recorder
-        for table in self._tables.values():
-            table.recorder = recorder
 
     def images(self, model: str | None = None) -> list[ImageInfo]:
         """Return the images that the daemon serves, attached or not."""
@@ -197,86 +234,6 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class TableClient:
-    """One attached table.
-
-    Attributes:
-        info: the image it reads.
-        quota: ways of each set of the cache that it may hold.
-    """
-
-    def __init__(self, info: ImageInfo, twin: Any, *, quota: int, device: str) -> None:
-        self.info = info
-        self.quota = quota
-        self.recorder: tracing.Recorder | None = None
-        self._twin = twin
-        self._device = device
-
-    @property
-    def raw(self) -> bool:
-        """Whether rows are served as bytes rather than as bf16."""
-        return self.info.table.row_format == RowFormat.RAW
-
-    def kick(self, ids: Any) -> None:
-        """Start reading the rows that are not cached.
-
-        Args:
-            ids: int64 or int32 row numbers of any shape; numpy or a CPU torch tensor.
-
-        Raises:
-            IndexError: an id is outside the table; nothing has changed then.
-            RowError: an earlier request that was in the way failed.
-        """
-        with self._explained():
-            self._open().kick(ids)
-        if self.recorder is not None:
-            self.recorder.note(self.info, ids)
-
-    def gather(self, ids: Any, out: Any) -> None:
-        """Wait for the rows and write them to ``out``.
-
-        Args:
-            ids: int64 or int32 row numbers of any shape, usually those that were kicked.
-            out: numpy or CPU torch, contiguous; bf16 (or 16-bit integers) [*ids.shape, dim], and
-                for raw tables u8 [*ids.shape, row_bytes].
-
-        Raises:
-            IndexError: an id is outside the table.
-            RowError: a row could not be read, or is not what was staged. ``out`` is undefined.
-        """
-        with self._explained():
-            self._open().gather(ids, out)
-
-    def set_quota(self, ways: int) -> None:
-        """Change how many ways of each set this table may hold; nothing is flushed."""
-        self._open().set_quota(ways)
-        self.quota = ways
-
-    def stats(self) -> dict[str, int]:
-        """Return the counters of protocol.md's RingStats, since attach."""
-        return dict(self._open().stats())
-
-    def close(self) -> None:
-        """Refuse further use; :meth:`Client.close` calls this."""
-        self._twin = None
-
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Turn the core's failures into an error that says which image, and what to run."""
-        try:
-            yield
-        except RuntimeError as error:
-            cure = f"run: tierd verify --device {self._device} {self.info.name}"
-            if "timeout" in str(error):
-                cure = "run: tierd status"
-            raise RowError(f"{self.info.name}: {error}; {cure}") from None
-
-    def _open(self) -> Any:
-        if self._twin is None:
-            raise RowError(f"{self.info.name}: the client has been closed")
-        return self._twin
 
 
 def list_images(
@@ -306,6 +263,7 @@ class _Link:
         self.device_fds: list[int] = []
         self.devices: dict[str, str] = {}  # uuid -> path
         self.map: dict[str, Any] = {}
+        self.dram: dict[int, tuple[int, int]] = {}  # image -> (descriptor, bytes)
 
     @classmethod
     def connect(cls, path: str, wait_s: float) -> Self:
@@ -345,11 +303,16 @@ class _Link:
 
     def attach(self, request: dict[str, Any], channel_fd: int) -> dict[str, Any]:
         answer, fds = self.ask(request, [channel_fd])
-        devices = answer.get("devices")
-        if not isinstance(devices, list) or len(fds) != 2 + len(devices):
+        devices, dram = answer.get("devices"), answer.get("dram", [])
+        if not isinstance(devices, list) or len(fds) != 2 + len(devices) + len(dram):
             wire.close_all(fds)
             raise AttachError(f"{self._path}: the daemon's answer lacks descriptors")
-        self.wake_fd, map_fd, *self.device_fds = fds
+        self.wake_fd, map_fd, *rest = fds
+        self.device_fds, dram_fds = rest[: len(devices)], rest[len(devices) :]
+        self.dram = {
+            int(one["image"]): (fd, int(one["bytes"]))
+            for one, fd in zip(dram, dram_fds, strict=True)
+        }
         self.devices = {device["uuid"]: device["path"] for device in devices}
         try:
             self.map = json.loads(_read_fd(map_fd, int(answer["map_bytes"])))
@@ -373,8 +336,9 @@ class _Link:
         if self.wake_fd >= 0:
             os.close(self.wake_fd)
             self.wake_fd = -1
-        wire.close_all(self.device_fds)
+        wire.close_all([*self.device_fds, *(fd for fd, _ in self.dram.values())])
         self.device_fds = []
+        self.dram = {}
 
     def device_of(self, image: ImageInfo) -> str:
         """Return the path of the device that holds most of an image, for error texts."""
@@ -384,36 +348,74 @@ class _Link:
         return "DEVICE"
 
 
+def _check_device(options: TableOptions) -> torch.device | None:
+    if options.device is None:
+        return None
+    from tierd.gpu import device_tables  # noqa: PLC0415 - the CPU twin does without triton
+
+    return device_tables.check_device(options.device)
+
+
+def _set_sample_rate(channel: Any, rate: float) -> None:
+    protocol = _core.protocol
+    memory = channel.buffer()
+    for ring in range(channel.ring_count):
+        at = protocol.OFFSET_RINGS + ring * protocol.RING_ENTRY_BYTES + 40  # RingEntry.samples
+        samples.set_sample_rate(memory, int(memory[at : at + 8].view("<u8")[0]), rate)
+
+
 def _make_tables(
-    images: Sequence[ImageInfo], channel: Any, link: _Link, cache_rows: int
-) -> dict[str, TableClient]:
-    made: dict[int, TableClient] = {}
-    for part in caches.plan([image.table for image in images], cache_rows):
-        cache = _core.RowCache(sets=part.sets, row_bytes=part.row_bytes)
-        for index, quota in part.quotas.items():
-            image = images[index]
-            twin = _core.TwinTable(
-                cache,
-                channel,
-                index,
-                link.wake_fd,
-                table=index,
-                image_id=image.image_id,
-                generation=image.generation,
-                rows=image.table.rows,
-                dim=image.table.dim,
-                row_format=image.table.row_format.value,
-                quota=quota,
-            )
-            device = link.device_of(image)
-            made[index] = TableClient(image, twin, quota=quota, device=device)
-    tables = {}
-    names = [image.table.name for image in images]
-    for index, image in enumerate(images):
-        tables[image.name] = made[index]
-        if names.count(image.table.name) == 1:  # two models may name their tables alike
-            tables[image.table.name] = made[index]
-    return tables
+    images: tuple[ImageInfo, ...],
+    channel: Any,
+    link: _Link,
+    *,
+    cache_rows: int,
+    options: TableOptions,
+    device: torch.device | None,
+) -> dict[str, Table]:
+    audits: dict[int, Audit] = {}
+    try:
+        if options.audit_every:
+            for index, image in enumerate(images):
+                audits[index] = _make_audit(image, link, options, device)
+        shared: dict[str, Any] = {
+            "options": options,
+            "cache_rows": cache_rows,
+            "audits": audits,
+        }
+        if device is None:
+            paths = {index: link.device_of(image) for index, image in enumerate(images)}
+            twins = make_twins(images, channel, wake_fd=link.wake_fd, devices=paths, **shared)
+            return by_names(images, twins)
+        from tierd.gpu import device_tables  # noqa: PLC0415 - as above
+
+        made = device_tables.make_tables(images, channel, device, dram=link.dram, **shared)
+        return by_names(images, made)
+    except BaseException:
+        for audit in audits.values():
+            audit.close()
+        raise
+
+
+def _make_audit(
+    image: ImageInfo, link: _Link, options: TableOptions, device: torch.device | None
+) -> Audit:
+    """Build what audits a table: an oracle over the devices, and who asks it."""
+    from tierd.gpu import audit  # noqa: PLC0415 - only who audits needs torch here
+
+    entry = next(
+        entry for entry in link.map["images"] if int(entry["image_id"], 16) == image.image_id
+    )
+    fds = dict(zip(link.devices, link.device_fds, strict=True))
+    rows: ImageRows = audit.image_rows(image, entry, fds)
+    judge: RowJudge = audit.RowJudge(
+        image, rows.read, owned=options.rows_of(image), canonical_zero=options.canonical_zero
+    )
+    if device is None:
+        return audit.HostAudit(judge, options.audit_every, rows.close)
+    from tierd.gpu.device_audit import DeviceAudit  # noqa: PLC0415 - as above
+
+    return DeviceAudit(judge, options.audit_every, device, rows.close)
 
 
 def _check_images(images: tuple[ImageInfo, ...]) -> None:

@@ -20,6 +20,17 @@ _ROW_MASK = (1 << 34) - 1
 _COUNT = 1 << 62
 
 
+def set_sample_rate(channel: NDArray[np.uint8], offset: int, rate: float) -> None:
+    """Sample this share of all rows, 0 to 1; by the client, before its table is made.
+
+    Args:
+        channel: the whole channel.
+        offset: RingEntry.samples.
+        rate: share; 1 leaves out one row in 2^32.
+    """
+    channel[offset + 12 : offset + 16].view(np.uint32)[0] = min(int(rate * 2**32), 2**32 - 1)
+
+
 class SampleReader:
     """Reads each sample of one ring once.
 

@@ -19,9 +19,10 @@ using Extents = nb::ndarray<const std::uint64_t, nb::shape<-1, 4>, nb::c_contig,
 
 void make_pump(Pump* self, const std::string& transport, std::uint32_t queue_depth,
                std::uint32_t read_threads, std::uint32_t spin_us, std::uint32_t park_us,
-               std::uint32_t crc_sample, bool checks, int cpu, std::uint64_t seed) {
+               std::uint32_t crc_sample, bool checks, int cpu, std::uint64_t seed,
+               double play_base_us, double play_page_us) {
     new (self) Pump({transport, queue_depth, read_threads, spin_us, park_us, crc_sample, checks, cpu,
-                     seed});
+                     seed, play_base_us, play_page_us});
 }
 
 std::uint32_t add_table(Pump& pump, std::uint64_t image_id, std::uint32_t generation,
@@ -49,6 +50,7 @@ nb::dict ring_counters(const RingCounters& c) {
     d["failed"] = failed;
     d["jumps"] = c.jumps;
     d["takeovers"] = c.takeovers;
+    d["read_ns"] = c.read_ns;
     return d;
 }
 
@@ -111,11 +113,14 @@ void bind_pump(nb::module_& m) {
                      "ValueError names what the caller got wrong; RuntimeError what the system\n"
                      "refused (transport='io_uring' where there is none; 'auto' falls back to\n"
                      "threads and says why in transport_reason) or a pump that is stopped.\n"
-                     "crc_sample checks the CRC of one page in so many: 0 never, 1 always.")
+                     "crc_sample checks the CRC of one page in so many: 0 never, 1 always.\n"
+                     "play_base_us, play_page_us: for measurements, play a device whose burst of n\n"
+                     "pages takes base + n * page; transport='memory' copies from mapped files.")
         .def("__init__", &make_pump, nb::kw_only(), "transport"_a = "auto", "queue_depth"_a = 128,
              "read_threads"_a = 16, "spin_us"_a = 50, "park_us"_a = 50, "crc_sample"_a = 16,
-             "checks"_a = true, "cpu"_a = -1, "seed"_a = 0)
-        .def_prop_ro("transport", &Pump::transport, "'io_uring', 'threads' or 'simulated'.")
+             "checks"_a = true, "cpu"_a = -1, "seed"_a = 0, "play_base_us"_a = 0.0,
+             "play_page_us"_a = 0.0)
+        .def_prop_ro("transport", &Pump::transport, "'io_uring', 'threads', 'memory' or 'simulated'.")
         .def_prop_ro("transport_reason", &Pump::transport_reason,
                      "'' or why not io_uring, fixed buffers or fixed files.")
         .def_prop_ro("wake_fd", &Pump::wake_fd, "An eventfd, owned by the pump.")
@@ -145,7 +150,8 @@ void bind_pump(nb::module_& m) {
              "Leave a simulated pump as a killed process would: nothing more is answered.")
         .def("stats", &stats,
              "Plain counters: requests, pages (of requests answered ok), failed {status: requests},\n"
-             "jumps (nonsense doorbells), takeovers, reads, retries, crc_checked, in_flight,\n"
+             "jumps (nonsense doorbells), takeovers, read_ns (of all requests,\n"
+             "from seeing the doorbell to answering), reads, retries, crc_checked, in_flight,\n"
              "in_flight_max, parks, wakes, beats, cpu_user_ns and cpu_system_ns of the pump's\n"
              "thread, latency_us (reads from submission to reaping; entry i counts those below\n"
              "2^i us), rings, devices, transport, transport_reason.");

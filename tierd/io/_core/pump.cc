@@ -270,7 +270,8 @@ void Pump::finish(std::uint32_t token, std::int32_t result) {
         }
     }
     forget(token);
-    if (request.in_flight == 0 && request.issued == request.limit) ring.complete();
+    if (request.in_flight == 0 && request.issued == request.limit)
+        ring.complete(simulated_ ? turn_ns() : monotonic_ns());
 }
 
 void Pump::forget(std::uint32_t token) {

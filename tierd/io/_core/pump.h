@@ -34,7 +34,7 @@ inline constexpr std::uint32_t kPumpRingsMax = 4096;
 inline constexpr std::uint32_t kLatencyBuckets = 32;
 
 struct PumpOptions {
-    std::string transport = "auto";  // "auto", "io_uring", "threads" or "simulated"
+    std::string transport = "auto";  // "auto", "io_uring", "threads", "memory" or "simulated"
     std::uint32_t queue_depth = 128;
     std::uint32_t read_threads = 16;
     std::uint32_t spin_us = 50;
@@ -43,6 +43,9 @@ struct PumpOptions {
     bool checks = true;
     int cpu = -1;  // pins the thread; -1 leaves it to the scheduler
     std::uint64_t seed = 0;  // of a simulated pump
+    // Plays a slower device (reader_played.h), unless both are 0.
+    double play_base_us = 0;
+    double play_page_us = 0;
 };
 
 struct ServedTableSpec {
@@ -142,6 +145,7 @@ class Pump : public Driver {
 
     // --- control path (pump_control.cc) ----------------------------------------------------------
     void open_reader(const ReaderFactory& factory);
+    std::unique_ptr<Reader> make_reader(const ReaderOptions& options) const;
     void check_running_or_fresh() const;
     void call(const Step& step);
     Progress join_ring(ServerRing& ring, std::uint32_t& registered);

@@ -18,6 +18,7 @@
 #include <utility>
 
 #include "pump.h"
+#include "reader_played.h"
 #include "reader_sim.h"
 
 namespace tierd {
@@ -39,8 +40,10 @@ void require_range(const char* name, std::uint32_t value, std::uint32_t low, std
 
 void check_options(const PumpOptions& o) {
     require(o.transport == "auto" || o.transport == "io_uring" || o.transport == "threads" ||
-                o.transport == "simulated",
-            "transport must be auto, io_uring, threads or simulated, got " + o.transport);
+                o.transport == "memory" || o.transport == "simulated",
+            "transport must be auto, io_uring, threads, memory or simulated, got " + o.transport);
+    require(o.play_base_us >= 0 && o.play_base_us < 1e9 && o.play_page_us >= 0 && o.play_page_us < 1e9,
+            "play_base_us and play_page_us must be between 0 and 1e9");
     require_range("queue_depth", o.queue_depth, 1, kQueueDepthMax);
     require_range("read_threads", o.read_threads, 1, kReadThreadsMax);
     require(o.park_us != 0, "park_us must be at least 1");
@@ -111,19 +114,22 @@ Pump::Pump(const PumpOptions& options, const ReaderFactory& factory)
 
 void Pump::open_reader(const ReaderFactory& factory) {
     const ReaderOptions options{options_.queue_depth, options_.read_threads, wake_fd_};
-    if (factory) {
-        reader_ = factory(options);
-        return;
-    }
-    if (simulated_) {
-        reader_ = make_sim_reader(options, options_.seed);
-        return;
-    }
+    reader_ = factory ? factory(options) : make_reader(options);
+    if (options_.play_base_us == 0 && options_.play_page_us == 0) return;
+    const PlayedDevice played{static_cast<std::uint64_t>(options_.play_base_us * 1e3),
+                              static_cast<std::uint64_t>(options_.play_page_us * 1e6)};
+    reader_ = make_played_reader(options, played, std::move(reader_));
+}
+
+std::unique_ptr<Reader> Pump::make_reader(const ReaderOptions& options) const {
+    if (options_.transport == "memory") return make_memory_reader(options);
+    if (simulated_) return make_sim_reader(options, options_.seed);
     std::string reason;
-    if (options_.transport != "threads") reader_ = make_uring_reader(options, reason);
-    if (reader_ != nullptr) return;
+    std::unique_ptr<Reader> reader;
+    if (options_.transport != "threads") reader = make_uring_reader(options, reason);
+    if (reader != nullptr) return reader;
     if (options_.transport == "io_uring") throw std::runtime_error(reason);
-    reader_ = make_thread_reader(options, reason);
+    return make_thread_reader(options, reason);
 }
 
 Pump::~Pump() {

@@ -97,6 +97,7 @@ void ServerRing::take_in(std::uint32_t sequence, std::uint64_t now_ns) {
     }
     q.status = sane ? Status::ok : Status::bad_request;
     q.limit = sane ? count : 0;
+    q.seen_ns = now_ns;
     q.key = request_key(sane ? priority : 0, now_ns, table_->window_ns);
     accepted_ = sequence;
     // Requests of a ring are answered in order, so what stands before an urgent one is as urgent.
@@ -138,7 +139,7 @@ void ServerRing::answer(std::uint32_t sequence, Status status) {
     ++counters.answered[static_cast<std::uint32_t>(status)];
 }
 
-void ServerRing::complete() {
+void ServerRing::complete(std::uint64_t now_ns) {
     bool answered = false;
     while (serving_ && done_ != accepted_) {
         const ServerRequest& q = requests_[(done_ + 1) % kRingDepth];
@@ -146,6 +147,7 @@ void ServerRing::complete() {
         if (!ours()) break;  // the pump notices and drains
         answer(q.sequence, q.status);
         if (q.status == Status::ok) counters.pages += q.limit;
+        if (now_ns > q.seen_ns) counters.read_ns += now_ns - q.seen_ns;
         answered = true;
     }
     if (answered) wake_waiter();

@@ -39,6 +39,7 @@ struct ServerRequest {
     std::uint32_t limit = 0;      // reads to issue in all; lowered to `issued` when it has failed
     std::uint32_t in_flight = 0;  // of the issued ones, not yet reaped
     Status status = Status::ok;
+    std::uint64_t seen_ns = 0;       // when its doorbell was seen
     std::uint64_t key = 0;           // its deadline, see request_key()
     std::uint32_t* pages = nullptr;  // rows_max numbers, bounds-checked
 };
@@ -50,12 +51,14 @@ struct RingCounters {
     std::uint64_t pages = 0;                             // of the requests answered ok
     std::uint64_t jumps = 0;                             // nonsense doorbells
     std::uint64_t takeovers = 0;                         // times the guardian took the ring
+    std::uint64_t read_ns = 0;                           // of all requests, from doorbell to answer
 
     void add(const RingCounters& other) {
         for (std::uint32_t i = 0; i < kStatusCount; ++i) answered[i] += other.answered[i];
         pages += other.pages;
         jumps += other.jumps;
         takeovers += other.takeovers;
+        read_ns += other.read_ns;
     }
 };
 
@@ -97,8 +100,8 @@ class ServerRing {
     }
     // Call after a request's `issued` or `limit` changed: steps over fully issued requests.
     void advance_issue();
-    // Answers every request at the head that has nothing left to do.
-    void complete();
+    // Answers every request at the head that has nothing left to do. `now_ns` 0: nobody counts time.
+    void complete(std::uint64_t now_ns = 0);
     void fail(ServerRequest& request, Status status);
     // Reads that must finish before the oldest request can be answered.
     std::uint32_t head_remaining() const;

@@ -82,13 +82,15 @@ class Pump:
     refused (transport='io_uring' where there is none; 'auto' falls back to
     threads and says why in transport_reason) or a pump that is stopped.
     crc_sample checks the CRC of one page in so many: 0 never, 1 always.
+    play_base_us, play_page_us: for measurements, play a device whose burst of n
+    pages takes base + n * page; transport='memory' copies from mapped files.
     """
 
-    def __init__(self, *, transport: str = 'auto', queue_depth: int = 128, read_threads: int = 16, spin_us: int = 50, park_us: int = 50, crc_sample: int = 16, checks: bool = True, cpu: int = -1, seed: int = 0) -> None: ...
+    def __init__(self, *, transport: str = 'auto', queue_depth: int = 128, read_threads: int = 16, spin_us: int = 50, park_us: int = 50, crc_sample: int = 16, checks: bool = True, cpu: int = -1, seed: int = 0, play_base_us: float = 0.0, play_page_us: float = 0.0) -> None: ...
 
     @property
     def transport(self) -> str:
-        """'io_uring', 'threads' or 'simulated'."""
+        """'io_uring', 'threads', 'memory' or 'simulated'."""
 
     @property
     def transport_reason(self) -> str:
@@ -150,7 +152,8 @@ class Pump:
     def stats(self) -> dict:
         """
         Plain counters: requests, pages (of requests answered ok), failed {status: requests},
-        jumps (nonsense doorbells), takeovers, reads, retries, crc_checked, in_flight,
+        jumps (nonsense doorbells), takeovers, read_ns (of all requests,
+        from seeing the doorbell to answering), reads, retries, crc_checked, in_flight,
         in_flight_max, parks, wakes, beats, cpu_user_ns and cpu_system_ns of the pump's
         thread, latency_us (reads from submission to reaping; entry i counts those below
         2^i us), rings, devices, transport, transport_reason.
