@@ -373,3 +373,34 @@ def adversaries(scale: int = 1) -> dict[str, Scenario]:
             sets, disk, rate,
         ),
     }  # fmt: skip
+
+
+class Naive:
+    """A rejected design, kept to show what the bars are for: it hill-climbs on measured stalls.
+
+    Every five seconds it compares the mean stall with the sample before; better: on in the same
+    direction, worse: turn round. It takes what traffic does for what the move did.
+    """
+
+    def __init__(self) -> None:
+        self._direction, self._last, self._sum, self._seen = 1, float("inf"), 0.0, 0
+
+    def decide(
+        self, seen: climber.Observation, state: climber.SplitState, limits: object = None
+    ) -> tuple[climber.Decision, climber.SplitState]:
+        del limits
+        self._sum += seen.stall_ms or 0.0
+        self._seen += 1
+        if self._seen < 5:
+            return climber.Decision("hold", state.ways, "sampling"), state
+        mean, self._sum, self._seen = self._sum / self._seen, 0.0, 0
+        if mean > self._last:
+            self._direction = -self._direction
+        self._last = mean
+        first = int(np.clip(state.ways[0] + 4 * self._direction, 0, climber.WAYS))
+        rest = climber.WAYS - first
+        ways = (first, rest, *state.ways[2:])
+        if ways == state.ways:
+            self._direction = -self._direction
+            return climber.Decision("hold", ways, "at the end"), state
+        return climber.Decision("move", ways, "climb"), dataclasses.replace(state, ways=ways)

@@ -1,8 +1,9 @@
 """Records what an engine kicks, when ``TIERD_TRACE`` names a file (``tierd trace record`` sets it).
 
-Only kicks of tables on the CPU are seen: on a GPU they happen inside captured graphs, and the daemon
-knows them by their samples. One file a process; ``{pid}`` in the name keeps several processes apart. Recording costs a copy and
-some compression per kick: it is for runs that make a trace, not for serving.
+Only kicks of tables on the CPU are seen: on a GPU they happen inside captured graphs, and the
+daemon knows them by their samples. One file a process; ``{pid}`` in the name keeps several
+processes apart. Recording costs a copy and some compression per kick: it is for runs that make a
+trace, not for serving.
 """
 
 from __future__ import annotations
