@@ -14,7 +14,6 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +28,8 @@ from tierd.controller.load import NodeLoad, TableLoad
 from tierd.controller.readtime import PAPER_DISK
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from numpy.typing import NDArray
 
 TOKENS = ROOT / "build" / "sessions.npz"
