@@ -62,6 +62,10 @@ class DeviceBusyError(DeviceError):
     """Another process holds the device."""
 
 
+class NoDeviceError(DeviceError):
+    """The daemon does not have this device."""
+
+
 class DeviceForeignError(DeviceError):
     """The device holds something that tierd did not write."""
 
@@ -78,8 +82,36 @@ class DeviceVersionError(DeviceError):
     """The device was written by a newer tierd."""
 
 
+class DeviceShrunkError(DeviceError):
+    """The device has fewer bytes than when it was formatted."""
+
+
+class DeviceReadOnlyError(DeviceError):
+    """The device, or the file system below it, takes no writes."""
+
+
+class DeviceMissingError(DeviceError):
+    """There is no such device: the path leads nowhere, or no device has the UUID."""
+
+
+class DeviceDuplicateError(DeviceError):
+    """Two devices bear the same UUID: one is a copy of the other."""
+
+
+class DeviceFailedError(DeviceError):
+    """The device failed a read, a write or a flush, or does not store what it is told."""
+
+
 class ImageError(TierdError):
     """An image that does not exist, is incomplete or does not match."""
+
+
+class ImageIncompleteError(ImageError):
+    """A device that holds a part of the image is not there, or lost that part."""
+
+
+class ImageVersionError(ImageError):
+    """The image's pages have a newer format than this tierd reads."""
 
 
 class VerifyError(ImageError):
@@ -92,6 +124,34 @@ class DaemonError(TierdError):
 
 class SocketBusyError(DaemonError):
     """Another daemon listens on the socket."""
+
+
+class NoDaemonError(DaemonError):
+    """Nobody listens where a daemon was looked for."""
+
+
+class RestError(DaemonError):
+    """The daemon refused what was asked over REST; the text is its own."""
+
+
+class NoClientError(DaemonError):
+    """No client of this id is attached."""
+
+
+class NoJobError(DaemonError):
+    """The daemon knows no job of this id."""
+
+
+class JobError(DaemonError):
+    """The daemon takes no more jobs now."""
+
+
+class JobFailedError(DaemonError):
+    """A job of the daemon failed or was cancelled; the text is the daemon's."""
+
+
+class JobCancelledError(DaemonError):
+    """Somebody cancelled the job."""
 
 
 class AttachError(DaemonError):

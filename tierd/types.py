@@ -81,6 +81,7 @@ class ImageInfo:
         digest: hex digest of all rows, in order.
         digest_kind: the algorithm of ``digest``.
         staged_at: Unix time of the commit, seconds.
+        page_version: format of its pages.
     """
 
     image_id: int
@@ -93,6 +94,7 @@ class ImageInfo:
     rows_per_page: int
     pages: int
     staged_at: float
+    page_version: int = 1
 
     @property
     def name(self) -> str:

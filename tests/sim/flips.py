@@ -18,7 +18,7 @@ from tierd.io.store import Store
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from tierd.io.superblock import StoredImage
+    from tierd.io.extent_table import StoredImage
 
 TURNS_NS = 1_000_000
 

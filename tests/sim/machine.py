@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tests.sim.model import Known
+    from tierd.io.extent_table import StoredImage
     from tierd.io.simulated import SimulatedHost
-    from tierd.io.superblock import StoredImage
 
 TURN_NS = 1000
 NO_SLOT = 0xFFFFFFFF

@@ -13,7 +13,7 @@ import types
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from tierd.io import staging, store, walker
+from tierd.io import formatting, staging, store, walker
 
 if TYPE_CHECKING:
     import random
@@ -64,7 +64,7 @@ def simulated_machine(host: SimulatedHost, chance: random.Random) -> Iterator[No
     patches: list[tuple[Any, str, Any]] = [
         (store, "Device", host),
         (store, "secrets", secrets),
-        (store, "uuid", identifiers),
+        (formatting, "uuid", identifiers),
         (walker, "secrets", secrets),
         (walker, "time", clock),
         (walker, "in_order", in_order),

@@ -12,7 +12,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 from tests.sim.seams import replaced
-from tierd.io import _core, layout, simulated, staging, store, superblock, walker
+from tierd.io import _core, blocks, layout, simulated, staging, store, superblock
 from tierd.io.simulated import SimulatedDevice
 from tierd.io.store import Store
 
@@ -142,7 +142,7 @@ def commit_before_the_data() -> Any:
     write_pages, commit = staging._Stager._write, Store.commit_image
 
     def put_off(self: Any, *arguments: Any) -> str:
-        device = self._store.device
+        device = self._stores.stores[0].device
         device.write = lambda offset, data: late.append((offset, bytes(data)))
         try:
             return write_pages(self, *arguments)
@@ -178,7 +178,7 @@ def extents_dropped_before_the_commit() -> Any:
 
     def delete(self: Any, name: str, **options: Any) -> None:
         image = self.image(name)
-        if not self._is_leased(image.extents):
+        if not self.is_leased(image.extents):
             self._discard(image.extents)
         original(self, name, **options)
 
@@ -215,7 +215,7 @@ def verification_without_crc() -> Any:
 
     shim = types.SimpleNamespace(**{n: getattr(_core, n) for n in dir(_core)})
     shim.check_pages = check
-    return _patched((walker, "_core", shim))
+    return _patched((blocks, "_core", shim))
 
 
 STORAGE_MUTANTS: tuple[Callable[[], Any], ...] = (

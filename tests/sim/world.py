@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.sim.model import Known
-    from tierd.io.superblock import StoredImage
+    from tierd.io.extent_table import StoredImage
 
 DEVICES_MAX = 3
 UNITS = (24, 64)  # data units of a device, low and high

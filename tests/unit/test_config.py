@@ -96,6 +96,43 @@ def test_refusals_name_file_line_and_key(
         assert part in message
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "advice"),
+    [
+        ("daemon.drain_ms", "2s", "in milliseconds; write drain_ms = 2000"),
+        ("pump.park_us", "1.5 ms", "in microseconds; write park_us = 1500"),
+        ("api.requests_per_s", "50/s", "in units a second; write requests_per_s = 50"),
+        ("channel.arena_pages_max", "4GiB", "without a unit; run: tierd config reference"),
+        ("daemon.drain_ms", "2 fortnights", "without a unit; run: tierd config reference"),
+    ],
+)
+def test_numbers_with_a_unit_are_told_the_right_number(key: str, value: str, advice: str) -> None:
+    message = refusal(**{key: value})
+    assert f"{key} = {value!r}: a plain number is wanted" in message
+    assert message.endswith(advice)
+
+
+def test_sockets_that_would_let_strangers_in() -> None:
+    open_to_all = {"api.listen": "0.0.0.0:9468"}
+    assert "set api.token_file" in refusal(**open_to_all)
+    with_token = {**open_to_all, "api.token_file": "/etc/tierd/token"}
+    assert "the token would cross the network in the clear" in refusal(**with_token)
+    half_tls = {**with_token, "api.tls_key": "/etc/tierd/key.pem"}
+    assert "api.tls_certificate and api.tls_key are needed together" in refusal(**half_tls)
+    loopback = {"api.listen": "[::1]:9468"}
+    assert "set api.token_file" in refusal(**loopback)
+    for text in ("9468", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:65536", ":80"):
+        assert f"api.listen: {text!r} is not HOST:PORT" in refusal(**{"api.listen": text})
+        assert f"metrics.listen: {text!r}" in refusal(**{"metrics.listen": text})
+    fine = {
+        **half_tls,
+        "api.tls_certificate": "/etc/tierd/certificate.pem",
+        "metrics.listen": "0.0.0.0:9469",
+    }
+    config.load(environ={}, overrides=fine)
+    config.load(environ={}, overrides={**loopback, "api.token_file": "/etc/tierd/token"})
+
+
 def test_refusals_name_the_variable() -> None:
     assert "TIERD__PUMP__COUTN: unknown key pump.coutn; did you mean pump.count?" in refusal(
         environ={"TIERD__PUMP__COUTN": "1"}

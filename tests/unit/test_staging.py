@@ -30,8 +30,9 @@ from tierd.errors import (
 from tierd.io import pipeline, walker
 from tierd.io.checkpoint import Checkpoint
 from tierd.io.device import PAGE_BYTES, Device
+from tierd.io.formatting import write_empty
 from tierd.io.staging import stage
-from tierd.io.store import Store, _write_empty
+from tierd.io.store import Store
 from tierd.io.tables import find_tables
 
 if TYPE_CHECKING:
@@ -461,7 +462,7 @@ def test_killed_before_any_write_or_flush_then_again(memory_path: Path) -> None:
 
 def test_a_power_cut_anywhere_leaves_each_image_absent_or_complete(tmp_path: Path) -> None:
     device = MemoryDevice(bytes(12 * MIB))
-    _write_empty(device)
+    write_empty(device)
     store = Store._open(device)
     old = checkpoints.engram(tmp_path / "old", layers=(1,), rows=15 * 200, seed=1)
     made = checkpoints.engram(tmp_path / "new", layers=(1, 14), rows=15 * 300, seed=2)

@@ -37,8 +37,9 @@ from tierd.errors import (
 )
 from tierd.io import signatures, superblock
 from tierd.io.device import PAGE_BYTES, Device
+from tierd.io.formatting import write_empty
 from tierd.io.layout import ROOT_OFFSETS, UNIT_BYTES, UNIT_PAGES, Areas, occupied
-from tierd.io.store import Store, _write_empty
+from tierd.io.store import Store
 from tierd.types import ImageInfo, RowFormat, TableKind, TableSpec
 
 MIB = 1 << 20
@@ -82,7 +83,7 @@ def put(store: Store, table: str, pages: int):
 
 def memory_store(size: int = 8 * MIB) -> tuple[MemoryDevice, Store]:
     device = MemoryDevice(bytes(size))
-    _write_empty(device)
+    write_empty(device)
     return device, Store._open(device)
 
 
@@ -307,7 +308,7 @@ def test_a_newer_format_is_refused_whole(two_states) -> None:
     copy[place + 8 : place + 12] = struct.pack("<I", superblock.FORMAT_VERSION + 1)
     body = bytes(copy[place : place + PAGE_BYTES - 4])
     copy[place + PAGE_BYTES - 4 : place + PAGE_BYTES] = struct.pack("<I", superblock.crc(body))
-    with pytest.raises(DeviceVersionError, match="format 2, this tierd knows up to 1"):
+    with pytest.raises(DeviceVersionError, match="format 3, this tierd knows up to 2"):
         reopened(copy)
 
 
@@ -316,7 +317,7 @@ def test_a_roots_bytes_are_those_of_the_format_page(two_states) -> None:
     place = ROOT_OFFSETS[root.slot]
     raw = medium[place : place + PAGE_BYTES]
     words = struct.unpack_from("<8sIIQ16sQQQQQI", raw)
-    assert words[:4] == (b"TIERDVOL", 1, 512, root.sequence)
+    assert words[:4] == (b"TIERDVOL", 2, 512, root.sequence)
     assert words[4:7] == (root.uuid.bytes, place, 8 * MIB)
     assert words[7:] == (root.table_offset, root.table_bytes, 512 << 10, root.table_crc)
     assert raw[84:4084] == bytes(4000)
@@ -326,7 +327,7 @@ def test_a_roots_bytes_are_those_of_the_format_page(two_states) -> None:
     assert list(table) == [
         "format", "uuid", "sequence", "images", "parts", "placements", "identities",
     ]  # fmt: skip
-    assert list(table["images"][0]) == ["info", "state", "devices", "extents"]
+    assert list(table["images"][0]) == ["info", "state", "devices", "extents", "members"]
     assert table["images"][0]["extents"] == [[0, 600, 512]]
 
 

@@ -6,7 +6,29 @@ the standard library and click is imported inside the commands, so that help ans
 
 from __future__ import annotations
 
-from tierd.cli import config, plan, serving, storage, trace
+from tierd.cli import (
+    config,
+    devices,
+    images,
+    jobs,
+    plan,
+    serving,
+    storage,
+    trace,
+    watching,
+)
 from tierd.cli.base import cli, main
 
-__all__ = ["cli", "config", "main", "plan", "serving", "storage", "trace"]
+__all__ = [
+    "cli",
+    "config",
+    "devices",
+    "images",
+    "jobs",
+    "main",
+    "plan",
+    "serving",
+    "storage",
+    "trace",
+    "watching",
+]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tierd import __version__
-from tierd.errors import TierdError
+from tierd.errors import ConfigError, TierdError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,15 +74,32 @@ api_option = click.option(
 )
 
 
-def device_option(*, required: bool) -> Callable[[Any], Any]:
-    """``--device``."""
+def devices_option(*, required: bool) -> Callable[[Any], Any]:
+    """``--device``, as often as there are devices."""
     return click.option(
         "--device",
-        "device",
+        "devices",
+        multiple=True,
         required=required,
         metavar="DEVICE",
-        help="Block device or file made ready with `tierd format`.",
+        help="Block device or file made ready with `tierd format`, or UUID=...; repeatable.",
     )
+
+
+def configured_devices(config_path: Path | None) -> tuple[str, ...]:
+    """``devices.paths``; ConfigError if it is empty."""
+    names = tuple(load(config_path).settings.devices.paths)
+    if not names:
+        raise ConfigError(
+            "no device is named, and devices.paths is empty; name devices with --device; "
+            "run: tierd devices list"
+        )
+    return names
+
+
+def device_path(name: str) -> str:
+    """A device's name as the daemon needs it: a path from the root, or ``UUID=...`` as it is."""
+    return name if name.startswith("UUID=") else str(Path(name).absolute())
 
 
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tierd.cli.base import absolute, api_option, ask, cli, config_option, json_option, print_json
+from tierd.cli.base import (
+    absolute,
+    api_option,
+    ask,
+    cli,
+    config_option,
+    device_path,
+    json_option,
+    print_json,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +26,11 @@ if TYPE_CHECKING:
 @cli.command()
 @config_option
 @click.option(
-    "--device", "devices", multiple=True, metavar="DEVICE", help="Serve this; repeatable."
+    "--device",
+    "devices",
+    multiple=True,
+    metavar="DEVICE",
+    help="Serve this path or UUID=...; repeatable.",
 )
 @click.option("--socket", "engine_socket", metavar="PATH", help="Where engines attach.")
 @click.option("--api-socket", metavar="PATH", help="Where REST is served.")
@@ -43,7 +56,7 @@ def serve(
             "daemon.name": name,
             "daemon.runtime_dir": absolute(directory),
             "daemon.state_dir": absolute(directory),
-            "devices.paths": [str(Path(path).absolute()) for path in devices] or None,
+            "devices.paths": [device_path(name) for name in devices] or None,
             "engine.socket": absolute(engine_socket),
             "api.socket": absolute(api_socket),
             "log.format": "json" if as_json else None,

@@ -15,6 +15,7 @@ import os
 import socket
 import time
 import uuid
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -92,6 +93,7 @@ class AttachServer:
 
     Attributes:
         clients: attached clients by id.
+        departed: image name -> ring counters of the clients that have gone, added up.
         faults: sessions that ended by a fault of ours; each is in the log with its traceback.
     """
 
@@ -103,6 +105,7 @@ class AttachServer:
         self.catalog = catalog
         self.boot_id = boot_id
         self.clients: dict[str, AttachedClient] = {}
+        self.departed: dict[str, Counter[str]] = {}
         self.faults = 0
         self.workers = ThreadPoolExecutor(WORKERS_MAX, thread_name_prefix="tierd-attach")
         self.attaching = 0
@@ -337,6 +340,8 @@ class _Session:
         totals = {key: sum(ring[key] for ring in stats) for key in ("lookups", "misses", "failed")}
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(server.workers, server.plane.detach, client.attached)
+        for image, ring in zip(client.attached.images, stats, strict=True):
+            server.departed.setdefault(image.info.name, Counter()).update(ring)
         del server.clients[client.client_id]
         client.view.close()
         log.info("detached", client=client.client_id, **_who(client), why=why, **totals)

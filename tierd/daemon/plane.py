@@ -6,7 +6,9 @@ event loop calls it from worker threads. One lock keeps the book; the pumps have
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import difflib
 import os
 import threading
 import time
@@ -14,9 +16,20 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from tierd.errors import AttachError, ConfigError, ImageError
-from tierd.io import _core
+from tierd.errors import (
+    AttachError,
+    ConfigError,
+    DeviceBusyError,
+    DeviceDamagedError,
+    DeviceError,
+    DeviceFailedError,
+    DeviceMissingError,
+    ImageError,
+    NoDeviceError,
+)
+from tierd.io import _core, find_devices
 from tierd.io.store import Store
+from tierd.io.store_set import StoreSet
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,8 +37,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tierd.config import Settings
-    from tierd.io.store import StoredImage
-    from tierd.types import Extent, ImageInfo
+    from tierd.io.extent_table import Part, StoredImage
+    from tierd.io.store_set import StripedImage
+    from tierd.types import ImageInfo
 
 # Until a probe has measured them, windows are taken to grow by this much a layer: only their
 # order matters to a pump, and deeper layers do read later.
@@ -33,29 +47,46 @@ LAYER_NS = 200_000
 BEAT_WAIT_S = 0.5
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class ServedImage:
     """An image and where it lies.
 
     Attributes:
+        striped: the image and the stores that hold it.
+        leases: descriptors; while one is open, its extents are not reused, and it is not deleted.
         tables: its handle in each pump.
         clients: how many clients have attached it now.
     """
 
-    stored: StoredImage
-    store: Store
+    striped: StripedImage
+    leases: list[int]
     tables: list[int] = dataclasses.field(default_factory=list)
     clients: int = 0
 
     @property
     def info(self) -> ImageInfo:
-        """What the device's root says of it."""
-        return self.stored.info
+        """What the home device's root says of it."""
+        return self.striped.info
 
     @property
-    def extents(self) -> tuple[Extent, ...]:
-        """Where its pages lie on the device."""
-        return self.stored.extents
+    def store(self) -> Store:
+        """The store on its home device."""
+        return self.striped.home
+
+    @property
+    def extents(self) -> int:
+        """In how many contiguous runs its pages lie, on all its devices."""
+        return sum(len(share.extents) for share in self.striped.shares)
+
+    def lease(self) -> None:
+        """Take the leases, for as long as a pump may read it."""
+        for store, held in by_store([self]):
+            self.leases.append(store.reader_fd(held))
+
+    def release(self) -> None:
+        """Give the leases up."""
+        while self.leases:
+            os.close(self.leases.pop())
 
     @property
     def window_ns(self) -> int:
@@ -76,8 +107,12 @@ class DataPlane:
     """Stores, images and pumps of one daemon.
 
     Attributes:
-        stores: in the order of ``devices.paths``.
+        stores: those that are there, in the order of ``devices.paths``.
+        store_set: the same, as one place for images.
+        absent: configured devices that are not: as configured -> why.
+        notes: what was odd about the devices when they were opened.
         images: image id -> image.
+        incomplete: images that cannot be served, since a device is missing or for their format.
         shadowed: names that a second device holds as well; the first device serves them.
         pumps: running native pumps.
     """
@@ -86,8 +121,14 @@ class DataPlane:
         self._settings = settings
         self._lock = threading.Lock()
         self._loads: list[int] = []
+        self._devices: list[dict[str, int]] = []  # per pump: store's uuid -> the pump's number
+        self._retired: list[ServedImage] = []  # replaced or deleted, and still attached
         self.stores: list[Store] = []
+        self.absent: dict[str, str] = {}
+        self.notes: list[str] = []
+        # Replaced as a whole, never changed: others read them at any time, without a lock.
         self.images: dict[int, ServedImage] = {}
+        self.incomplete: list[StripedImage] = []
         self.shadowed: list[str] = []
         self.pumps: list[Any] = []
 
@@ -95,9 +136,12 @@ class DataPlane:
     def open(cls, settings: Settings) -> Self:
         """Open every device, make the pumps and start them.
 
+        A device that is missing or broken does not keep the others from being served.
+
         Raises:
             ConfigError: no device is configured.
-            DeviceError: a device is busy, foreign, damaged or not there; nothing stays open.
+            DeviceError: a device is busy, foreign or of a newer format, or none of them can be
+                used; nothing stays open.
         """
         if not settings.devices.paths:
             raise ConfigError(
@@ -106,8 +150,7 @@ class DataPlane:
             )
         plane = cls(settings)
         try:
-            for path in settings.devices.paths:
-                plane.stores.append(Store.open(path, write=True))
+            plane._open_stores()
             plane._collect_images()
             for number in range(settings.pump.count):
                 plane._start_pump(number)
@@ -116,16 +159,43 @@ class DataPlane:
             raise
         return plane
 
+    def _open_stores(self) -> None:
+        errors: list[DeviceError] = []
+        for name in self._settings.devices.paths:
+            try:
+                self.stores.append(Store.open(find_devices.resolve(name), write=True))
+            except (DeviceMissingError, DeviceFailedError, DeviceDamagedError) as error:
+                self.absent[name] = str(error)
+                errors.append(error)
+        if not self.stores:
+            raise errors[0]
+        self.store_set = StoreSet(self.stores)
+        self.notes = self.store_set.notes + self.store_set.reclaim()
+
     def _collect_images(self) -> None:
-        names = set()
+        """Look through the stores; images that are served already stay the same objects."""
+        known = {image.info.name: image for image in self.images.values()}
+        names: set[str] = set()
+        images: dict[int, ServedImage] = {}
+        shadowed: list[str] = []
+        incomplete: list[StripedImage] = []
         for store in self.stores:
             for stored in store.images:
-                info = stored.info
-                if info.name in names or info.image_id in self.images:
-                    self.shadowed.append(f"{info.name} on {store.device.path}")
-                    continue
-                names.add(info.name)
-                self.images[info.image_id] = ServedImage(stored, store)
+                image = self.store_set.striped(store, stored)
+                info = image.info
+                if image.fault:
+                    incomplete.append(image)
+                elif info.name in names or info.image_id in images:
+                    shadowed.append(f"{info.name} on {store.device.path}")
+                else:
+                    names.add(info.name)
+                    old = known.get(info.name)
+                    same = old is not None and old.striped == image
+                    images[info.image_id] = old if old and same else ServedImage(image, [])
+        for served in images.values():
+            if not served.leases:
+                served.lease()
+        self.images, self.incomplete, self.shadowed = images, incomplete, shadowed
 
     def _start_pump(self, number: int) -> None:
         wanted = self._settings.pump
@@ -144,29 +214,82 @@ class DataPlane:
         for store in self.stores:
             fd = store.device.readonly_fd()
             try:
-                devices[id(store)] = pump.add_device(fd)
+                devices[store.uuid] = pump.add_device(fd)
             finally:
                 os.close(fd)
+        self._devices.append(devices)
         for image in self.images.values():
-            table = pump.add_table(
-                image_id=image.info.image_id,
-                generation=image.info.generation,
-                row_bytes=image.info.table.row_bytes,
-                rows=image.info.table.rows,
-                window_ns=image.window_ns,
-                extents=_extent_array(image.extents, devices[id(image.store)]),
-            )
-            image.tables.append(table)
+            self._add_table(number, image)
         pump.start()
+
+    def _add_table(self, number: int, image: ServedImage) -> None:
+        table = self.pumps[number].add_table(
+            image_id=image.info.image_id,
+            generation=image.info.generation,
+            row_bytes=image.info.table.row_bytes,
+            rows=image.info.table.rows,
+            window_ns=image.window_ns,
+            extents=_extent_array(image.striped, self._devices[number]),
+        )
+        image.tables.append(table)
+
+    def refresh(self) -> None:
+        """Serve what the stores hold now: what was staged meanwhile, and no more what was deleted.
+
+        Clients keep what they have attached: the tables of a replaced image go with its last one.
+        """
+        with self._lock:
+            before = list(self.images.values())
+            self._collect_images()
+            after = list(self.images.values())
+            for image in after:
+                for number in range(len(image.tables), len(self.pumps)):
+                    self._add_table(number, image)
+            self._retired += [image for image in before if image not in after]
+            self._drop_retired()
+
+    def _drop_retired(self) -> None:
+        for image in [each for each in self._retired if not each.clients]:
+            self._retired.remove(image)
+            for pump, table in zip(self.pumps, image.tables, strict=False):
+                pump.remove_table(table)
+            image.release()
+
+    def delete(self, name: str, *, wipe: bool = False) -> None:
+        """Delete an image that nobody has attached.
+
+        Raises:
+            ImageError: it is not served here.
+            DeviceBusyError: somebody has attached it.
+            DeviceError: the device could not be changed.
+        """
+        with self._lock:
+            image = self.named(name)
+            if image.clients:
+                raise DeviceBusyError(
+                    f"image {name} is attached by {image.clients} clients, so it cannot be "
+                    "deleted; stop the engines first; run: tierd status"
+                )
+            self.images = {k: v for k, v in self.images.items() if v is not image}
+            self._retired.append(image)
+            self._drop_retired()
+        try:
+            self.store_set.delete(name, wipe=wipe)
+        finally:
+            self.refresh()  # it is served again if it is still there
 
     def find(self, image_id: int, generation: int) -> ServedImage:
         """Return the image that a client asks for.
 
         Raises:
-            ImageError: it is not served, or was staged anew since the client listed it.
+            ImageError: it is not served (the text names a device that is missing), or was staged
+                anew since the client listed it.
         """
         image = self.images.get(image_id)
         if image is None:
+            for other in self.incomplete:
+                if other.info.image_id == image_id:
+                    other.require_whole()
             raise ImageError(f"image {image_id:016x} is not served here; run: tierd images")
         if image.info.generation != generation:
             raise ImageError(
@@ -174,6 +297,33 @@ class DataPlane:
                 f"not {generation}: it was staged anew; list the images again"
             )
         return image
+
+    def named(self, name: str) -> ServedImage:
+        """Return the image called ``model/table``.
+
+        Raises:
+            ImageError: it is not served here.
+        """
+        for image in self.images.values():
+            if image.info.name == name:
+                return image
+        near = difflib.get_close_matches(name, [i.info.name for i in self.images.values()], n=1)
+        hint = f"; did you mean {near[0]}?" if near else "; run: tierd images"
+        raise ImageError(f"there is no image {name[:200]} here{hint}")
+
+    def store_of(self, device: str) -> Store:
+        """Return the store on a device, named by its path or its UUID.
+
+        Raises:
+            DeviceError: this daemon does not have it.
+        """
+        for store in self.stores:
+            if device in {store.uuid, store.device.path}:
+                return store
+            with contextlib.suppress(OSError):
+                if os.path.samefile(device, store.device.path):
+                    return store
+        raise NoDeviceError(f"{device[:200]}: not a device of this daemon; run: tierd status")
 
     def attach(self, channel_fd: int, images: Sequence[ServedImage]) -> Attached:
         """Hand a channel to the pump with the fewest rings; image i becomes ring i.
@@ -184,6 +334,8 @@ class DataPlane:
         with self._lock:
             number = min(range(len(self.pumps)), key=lambda pump: self._loads[pump])
             self._loads[number] += len(images)
+            for image in images:
+                image.clients += 1  # from here on its tables stay
         pump = self.pumps[number]
         channel = None
         try:
@@ -193,21 +345,21 @@ class DataPlane:
         except (ValueError, OSError, RuntimeError) as error:
             if channel is not None:
                 pump.remove_channel(channel)
-            with self._lock:
-                self._loads[number] -= len(images)
+            self._release(number, images)
             raise AttachError(f"the channel cannot be served: {error}") from None
-        with self._lock:
-            for image in images:
-                image.clients += 1
         return Attached(pump=number, channel=channel, images=tuple(images))
 
     def detach(self, attached: Attached) -> None:
         """Let go of a channel; returns once no read of it is in flight."""
         self.pumps[attached.pump].remove_channel(attached.channel)
+        self._release(attached.pump, attached.images)
+
+    def _release(self, number: int, images: Sequence[ServedImage]) -> None:
         with self._lock:
-            self._loads[attached.pump] -= len(attached.images)
-            for image in attached.images:
+            self._loads[number] -= len(images)
+            for image in images:
                 image.clients -= 1
+            self._drop_retired()
 
     def stats(self) -> list[dict[str, Any]]:
         """Return each pump's counters."""
@@ -231,6 +383,8 @@ class DataPlane:
         for pump in self.pumps:
             pump.stop()
         self.pumps.clear()
+        for image in [*self.images.values(), *self._retired]:
+            image.release()
         for store in self.stores:
             store.close()
         self.stores.clear()
@@ -246,10 +400,8 @@ def image_map(images: Sequence[ServedImage]) -> dict[str, Any]:
                 "row_bytes": image.info.table.row_bytes,
                 "rows": image.info.table.rows,
                 "devices": [
-                    {
-                        "uuid": image.store.uuid,
-                        "extents": [[e.first_page, e.pages, e.device_page] for e in image.extents],
-                    }
+                    {"uuid": share.uuid, "extents": image.striped.extent_rows(index).tolist()}
+                    for index, share in enumerate(image.striped.shares)
                 ],
             }
             for image in images
@@ -257,15 +409,22 @@ def image_map(images: Sequence[ServedImage]) -> dict[str, Any]:
     }
 
 
-def by_store(images: Sequence[ServedImage]) -> list[tuple[Store, list[StoredImage]]]:
-    """Return the stores that hold these images, each once, with the images on it."""
-    found: dict[str, tuple[Store, list[StoredImage]]] = {}
+def by_store(images: Sequence[ServedImage]) -> list[tuple[Store, list[StoredImage | Part]]]:
+    """Return the stores that hold these images, each once, with what each holds of them."""
+    found: dict[str, tuple[Store, list[StoredImage | Part]]] = {}
     for image in images:
-        found.setdefault(image.store.uuid, (image.store, []))[1].append(image.stored)
+        for share in image.striped.shares:
+            assert share.store is not None, "images that are served are whole"
+            assert share.holding is not None, "and committed"
+            found.setdefault(share.uuid, (share.store, []))[1].append(share.holding)
     return list(found.values())
 
 
-def _extent_array(extents: Sequence[Extent], device: int) -> NDArray[np.uint64]:
-    ordered = sorted(extents, key=lambda extent: extent.first_page)
-    rows = [(e.first_page, e.pages, device, e.device_page) for e in ordered]
-    return np.array(rows, dtype=np.uint64).reshape(-1, 4)
+def _extent_array(image: StripedImage, devices: dict[str, int]) -> NDArray[np.uint64]:
+    """Rows for the pump: uint64 [n, 4] of (page in the image, pages, device, device page)."""
+    parts = []
+    for index, share in enumerate(image.shares):
+        rows = image.extent_rows(index)
+        parts.append(np.insert(rows, 2, np.uint64(devices[share.uuid]), axis=1))
+    rows = np.concatenate(parts)
+    return np.ascontiguousarray(rows[np.argsort(rows[:, 0])])

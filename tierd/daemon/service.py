@@ -25,6 +25,8 @@ from tierd import __version__
 from tierd.catalog import Catalog
 from tierd.daemon import claims
 from tierd.daemon.attach import AttachServer
+from tierd.daemon.hub import Hub
+from tierd.daemon.jobs import Board
 from tierd.daemon.plane import DataPlane
 
 if TYPE_CHECKING:
@@ -76,15 +78,19 @@ class Daemon:
         plane: stores, images and pumps.
         attach: the engine socket's server, and its clients.
         catalog: history.
+        jobs: long work.
+        hub: who listens to events.
     """
 
     plane: DataPlane
     attach: AttachServer
     catalog: Catalog
+    jobs: Board
 
     def __init__(self, settings: Settings, make_api: Callable[[Daemon], Api]) -> None:
         self.settings = settings
         self.identity = Identity(uuid.uuid4().hex, time.time(), time.monotonic())
+        self.hub = Hub()
         self._make_api = make_api
         self._failed_seen: dict[tuple[int, int, int, str], int] = {}
 
@@ -123,9 +129,12 @@ class Daemon:
         what = f"a daemon named {settings.daemon.name} runs already"
         stack.callback(claims.Claim.take(paths.lock, what).release)
         self.catalog = self._open_catalog()
+        self.catalog.listener = self.hub.publish
         stack.callback(self.catalog.close)
         self.plane = await asyncio.to_thread(DataPlane.open, settings)
         stack.push_async_callback(asyncio.to_thread, self.plane.close)
+        self.jobs = Board(self.catalog)
+        stack.push_async_callback(asyncio.to_thread, self.jobs.close)
 
         engine = self._listen(
             paths.engine_socket, socket.SOCK_SEQPACKET, settings.engine.socket_mode
@@ -143,6 +152,7 @@ class Daemon:
         api = self._make_api(self)
         await api.start(rest.sock)
         stack.push_async_callback(api.stop)
+        stack.callback(self.hub.close)
         self._announce()
 
     def _listen(self, path: Path, kind: socket.SocketKind, mode: int) -> claims.Listener:
@@ -168,6 +178,13 @@ class Daemon:
                 reason=device.direct_reason,
                 images=len(store.images),
             )
+        for name, why in plane.absent.items():
+            log.error("device not there", device=name, error=why)
+        for note in plane.notes:
+            log.warning("device", note=note)
+        for lacking in plane.incomplete:
+            log.error("image not served", image=lacking.name, reason=lacking.fault)
+            self.catalog.record("incomplete", lacking.name, reason=lacking.fault)
         for name in plane.shadowed:
             log.warning("image not served from here: another device has it as well", image=name)
         pump = plane.pumps[0]

@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from tierd.errors import DeviceBusyError, DeviceError
+from tierd.errors import (
+    DeviceBusyError,
+    DeviceError,
+    DeviceFailedError,
+    DeviceMissingError,
+    DeviceReadOnlyError,
+)
 from tierd.io import holders, linux
 
 if TYPE_CHECKING:
@@ -231,7 +237,7 @@ class Device:
         if count < wanted:
             count -= count % self.block_size
             if count <= 0:
-                raise DeviceError(
+                raise DeviceFailedError(
                     f"{self.path}: {what} at byte {offset + done} ended early, the device has "
                     f"{self.size} bytes; it may have shrunk; run: ls -l {self.path}"
                 )
@@ -241,7 +247,8 @@ class Device:
         likely = _LIKELY.get(error.errno or 0)
         tail = f"; {likely}" if likely else ""
         text = os.strerror(error.errno or 0)
-        return DeviceError(f"{self.path}: {what} at byte {offset} failed: {text}{tail}")
+        kind = DeviceReadOnlyError if error.errno == errno.EROFS else DeviceFailedError
+        return kind(f"{self.path}: {what} at byte {offset} failed: {text}{tail}")
 
     # --- descriptors and leases for readers ----------------------------------------------------
 
@@ -376,11 +383,16 @@ def _try_exclusive(path: str, flags: int) -> int | None:
 
 
 def _open_error(path: str, error: OSError) -> DeviceError:
-    advice = {
-        errno.ENOENT: f"there is no such device or file; run: tierd format {path} --size 64GiB",
-        errno.EACCES: f"this user may not open it; run: ls -l {path}",
-        errno.EPERM: f"this user may not open it; run: ls -l {path}",
-        errno.EROFS: "it is read-only; run: lsblk -o NAME,RO",
-    }
-    why = advice.get(error.errno or 0, "the kernel may know more; run: dmesg")
-    return DeviceError(f"{path}: cannot open: {os.strerror(error.errno or 0)}; {why}")
+    gone = f"there is no such device or file; run: tierd format {path} --size 64GiB"
+    number = error.errno or 0
+    if number in {errno.EACCES, errno.EPERM} and linux.is_readonly_block(path):
+        number = errno.EROFS  # the kernel says "permission denied" of a write-protected disk
+    kind, why = {
+        errno.ENOENT: (DeviceMissingError, gone),
+        errno.ENXIO: (DeviceMissingError, "the device has gone away; run: lsblk"),
+        errno.ENODEV: (DeviceMissingError, "the device has gone away; run: lsblk"),
+        errno.EACCES: (DeviceError, f"this user may not open it; run: ls -l {path}"),
+        errno.EPERM: (DeviceError, f"this user may not open it; run: ls -l {path}"),
+        errno.EROFS: (DeviceReadOnlyError, "it is read-only; run: lsblk -o NAME,RO"),
+    }.get(number, (DeviceError, "the kernel may know more; run: dmesg"))
+    return kind(f"{path}: cannot open: {os.strerror(number)}; {why}")

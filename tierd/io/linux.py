@@ -11,6 +11,7 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
 import struct
 from pathlib import Path
 
@@ -40,6 +41,18 @@ def logical_block_bytes(fd: int) -> int:
     """Logical block size of the block device behind ``fd``, in bytes."""
     answer = fcntl.ioctl(fd, _BLKSSZGET, bytes(4))
     return int.from_bytes(answer, "little")
+
+
+def is_readonly_block(path: str) -> bool:
+    """Whether ``path`` is a block device that takes no writes, whoever asks."""
+    try:
+        info = os.stat(path)
+        if not stat.S_ISBLK(info.st_mode):
+            return False
+        number = f"{os.major(info.st_rdev)}:{os.minor(info.st_rdev)}"
+        return Path(f"/sys/dev/block/{number}/ro").read_text(encoding="ascii").strip() == "1"
+    except OSError:
+        return False
 
 
 def direct_alignment(fd: int) -> int | None:

@@ -3,7 +3,11 @@
 The device's root is the truth; this class holds a copy of it and replaces that copy only after a
 commit has reached the medium. Free space is never written down: it is what no extent covers.
 Extents that a reader still holds a lease on, or that a staging in progress was given, are not
-free either. One process has the store open for writing; its threads may share it.
+free either. What a commit has dropped is neither reused nor discarded before the root that named
+it is overwritten, too: the newest root may rot, and the one before it is then in force again.
+One process has the store open for writing; its threads may share it.
+
+An image may lie on several devices (:mod:`tierd.io.store_set`); a store knows its own share of it.
 """
 
 from __future__ import annotations
@@ -11,12 +15,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import errno
 import os
 import secrets
-import stat
 import threading
-import uuid
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -25,21 +26,16 @@ from tierd.errors import (
     DeviceBusyError,
     DeviceDamagedError,
     DeviceError,
+    DeviceFailedError,
     DeviceForeignError,
     DeviceTooSmallError,
     ImageError,
 )
-from tierd.io import signatures, superblock
+from tierd.io import formatting, signatures, superblock
 from tierd.io.device import PAGE_BYTES, Device, aligned_buffer
-from tierd.io.layout import (
-    RESERVED_BYTES,
-    UNIT_BYTES,
-    Areas,
-    choose_extents,
-    free_ranges,
-    occupied,
-)
-from tierd.io.superblock import ExtentTable, Identity, Root, StoredImage
+from tierd.io.extent_table import Identity, Member, Part, StoredImage
+from tierd.io.layout import Areas, choose_extents, free_ranges, occupied
+from tierd.io.stripes import share_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -50,7 +46,7 @@ COMPLETE = "complete"
 _GENERATION_MAX = (1 << 32) - 1
 _WIPE_BYTES = 4 << 20
 
-__all__ = ["COMPLETE", "Store", "StoredImage"]
+__all__ = ["COMPLETE", "Member", "Part", "Store", "StoredImage"]
 
 
 class Store:
@@ -70,6 +66,8 @@ class Store:
         self._highest = loaded.highest_sequence
         self._areas = Areas.of(loaded.root.device_bytes)
         self._pending: list[Extent] = []
+        # The commit that last dropped extents; unknown at the start, so it may have been this one.
+        self._dropped_at = loaded.root.sequence if loaded.root.sequence > 1 else 0
         self._broken = ""
         self._lock = threading.RLock()
 
@@ -93,12 +91,12 @@ class Store:
             DeviceError: it cannot be made, opened or written.
         """
         path = os.fspath(path)
-        made = _make_file(path, size)
+        made = formatting.make_file(path, size)
         try:
             device = Device.open(path, write=True)
             try:
-                _refuse_content(device, path, force)
-                _write_empty(device)
+                formatting.refuse_content(device, path, force)
+                formatting.write_empty(device)
                 return cls._open(device)
             except BaseException:
                 device.close()
@@ -179,6 +177,17 @@ class Store:
         """The last identity given to each name, deleted ones included."""
         return dict(self._table.identities)
 
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Shares of images whose home is another device."""
+        return self._table.parts
+
+    @property
+    def free_runs(self) -> list[tuple[int, int]]:
+        """Byte ranges (start, end) that can be allocated, in order: the free-space map."""
+        with self._lock:
+            return self._free()
+
     def find(self, name: str) -> StoredImage | None:
         """Return the image called ``name``, or None."""
         return self._table.images.get(name)
@@ -216,9 +225,9 @@ class Store:
         """Pages that dropping an image would free: none while a reader holds a lease on it."""
         with self._lock:
             found = self.find(name)
-            if found is None or self._is_leased(found.extents):
+            if found is None or self.is_leased(found.extents):
                 return 0
-            return sum(end - start for start, end in map(occupied, found.extents)) // PAGE_BYTES
+            return pages_of(found.extents)
 
     def allocate(self, pages: int) -> list[Extent]:
         """Set extents aside for an image of ``pages`` pages, in one run if there is room for it.
@@ -232,6 +241,7 @@ class Store:
         assert pages > 0, "an image has at least one page"
         with self._lock:
             self._require_writable()
+            self._settle()
             free = self._free()
             extents = choose_extents(free, pages)
             if extents is None:
@@ -262,8 +272,8 @@ class Store:
 
     # --- readers ---------------------------------------------------------------------------------
 
-    def reader_fd(self, images: Iterable[StoredImage]) -> int:
-        """Open the device for a reader of ``images`` and return the descriptor.
+    def reader_fd(self, images: Iterable[StoredImage | Part]) -> int:
+        """Open the device for a reader of images, or parts of images, and return the descriptor.
 
         For as long as any copy of it is open, in any process and across restarts of this one,
         the images' extents are not reused, not discarded, and the images cannot be deleted.
@@ -278,16 +288,28 @@ class Store:
         ]
         with self._lock:  # no commit may drop the images between the look and the lease
             for image in images:
-                if self.find(image.name) != image:
+                known = image in self.parts if isinstance(image, Part) else self._has(image)
+                if not known:
                     raise ImageError(
-                        f"image {image.name} generation {image.info.generation} on "
-                        f"{self.device.path} was deleted or replaced; attach again; "
-                        f"run: tierd images --device {self.device.path}"
+                        f"image {image.name} on {self.device.path} was deleted or replaced; "
+                        f"attach again; run: tierd images --device {self.device.path}"
                     )
             return self.device.readonly_fd(ranges)
 
-    def _is_leased(self, extents: Iterable[Extent]) -> bool:
+    def _has(self, image: StoredImage) -> bool:
+        return self.find(image.name) == image
+
+    def is_leased(self, extents: Iterable[Extent]) -> bool:
+        """Whether a reader, in whatever process, holds a lease on any of these extents."""
         return any(self.device.leased_ranges(*occupied(extent)) for extent in extents)
+
+    def require_unleased(self, image: StoredImage | Part) -> None:
+        """Raise DeviceBusyError if a reader holds a lease on an image or a part of one."""
+        if self.is_leased(image.extents):
+            raise DeviceBusyError(
+                f"image {image.name} on {self.device.path} is served by a daemon or attached by "
+                "an engine, so it cannot be deleted; stop them first; run: tierd status"
+            )
 
     # --- changing --------------------------------------------------------------------------------
 
@@ -305,28 +327,45 @@ class Store:
             self._commit(identities={**self._table.identities, name: identity})
             return identity.image_id, identity.generation
 
-    def commit_image(self, info: ImageInfo, extents: Iterable[Extent]) -> StoredImage:
+    def commit_image(
+        self,
+        info: ImageInfo,
+        extents: Iterable[Extent],
+        members: tuple[Member, ...] = (),
+        *,
+        copy: bool = False,
+    ) -> StoredImage:
         """Make a staged image part of the store, in place of one of the same name.
 
-        The caller has flushed the device after the last page. The replaced image's extents are
-        discarded unless a reader holds a lease on them.
+        The caller has flushed every device after the last page, and committed the members' parts.
+        The replaced image's extents are discarded unless a reader holds a lease on them.
+
+        Args:
+            info: the manifest.
+            extents: the share of this device, the home.
+            members: the shares of the others.
+            copy: the image has its identity from another home. This home's own identities do not
+                follow it, so that the two never give one identity to different rows.
 
         Raises:
             DeviceError: the commit failed; the store must be opened again.
         """
-        placed = tuple(extents)
-        assert sum(extent.pages for extent in placed) == info.pages, "extents cover the image"
-        image = StoredImage(info, placed, COMPLETE, (self.uuid,))
+        own = tuple(extents)
+        share = share_pages(info.pages, 0, 1 + len(members))
+        assert sum(extent.pages for extent in own) == share, "extents cover the share"
+        devices = (self.uuid, *(member.uuid for member in members))
+        image = StoredImage(info, own, COMPLETE, devices, members)
+        identity = Identity(info.image_id, info.generation)
         with self._lock:
             replaced = self.find(info.name)
-            identity = Identity(info.image_id, info.generation)
+            given = {} if copy else {info.name: identity}
             self._commit(
                 images={**self._table.images, info.name: image},
-                identities={**self._table.identities, info.name: identity},
+                identities={**self._table.identities, **given},
             )
-            self.release(placed)
+            self.release(own)
             dropped = () if replaced is None else replaced.extents
-            self._pending += dropped  # nobody is given them before they are discarded
+            self._drop(dropped)
         self._discard(dropped)
         return image
 
@@ -344,11 +383,7 @@ class Store:
         """
         with self._lock:
             image = self.image(name)
-            if self._is_leased(image.extents):
-                raise DeviceBusyError(
-                    f"image {name} on {self.device.path} is attached by an engine, so it cannot "
-                    "be deleted; stop the engine first; run: tierd status"
-                )
+            self.require_unleased(image)
             images = {key: value for key, value in self._table.images.items() if key != name}
             placements = {k: v for k, v in self._table.placements.items() if k != name}
             self._commit(
@@ -356,12 +391,41 @@ class Store:
                 placements=placements,
                 identities={**self._table.identities, name: self._next_identity(name)},
             )
-            self._pending += image.extents  # nobody is given them before they are discarded
-        try:
-            if wipe:
-                self._wipe(image.extents)
-        finally:
-            self._discard(image.extents)
+            self._drop(image.extents)
+        self._discard(image.extents, wipe=wipe)
+
+    def add_part(self, part: Part) -> None:
+        """Reserve this device's share of an image whose home is another device.
+
+        Raises:
+            DeviceTooSmallError: its extents are in use.
+            DeviceError: the commit failed.
+        """
+        with self._lock:
+            self.release(part.extents)
+            free = self._free()
+            for start, end in map(occupied, part.extents):
+                if not any(low <= start and end <= high for low, high in free):
+                    raise DeviceTooSmallError(
+                        f"{self.device.path}: the extents of {part.name} at byte {start} are in "
+                        f"use; run: tierd devices inspect {self.device.path}"
+                    )
+            self._commit(parts=(*self._table.parts, part))
+
+    def drop_parts(self, parts: Iterable[Part], *, wipe: bool = False) -> None:
+        """Give up shares of images that their home no longer names.
+
+        Raises:
+            DeviceError: the commit failed, or the wipe did not take.
+        """
+        parts = [part for part in parts if part in self._table.parts]
+        if not parts:
+            return
+        extents = [extent for part in parts for extent in part.extents]
+        with self._lock:
+            self._commit(parts=tuple(part for part in self._table.parts if part not in parts))
+            self._drop(extents)
+        self._discard(extents, wipe=wipe)
 
     def set_placement(self, name: str, placement: dict[str, Any] | None) -> None:
         """Store what must survive of an image's placement (tiers, quota, window); None drops it.
@@ -412,6 +476,18 @@ class Store:
             raise
         self._root, self._table, self._highest = root, table, sequence
 
+    def _drop(self, extents: Sequence[Extent]) -> None:
+        """Right after a commit that no longer names them: nobody is given them yet."""
+        if extents:
+            self._dropped_at = self._root.sequence
+            self._pending += extents
+
+    def _settle(self) -> None:
+        """Commit once more if the other root still names extents that this one does not."""
+        with self._lock:
+            if self._root.sequence == self._dropped_at:
+                self._commit()
+
     def _require_writable(self) -> None:
         assert self.device.writable, "the store was opened for reading"
         if self._broken:
@@ -420,12 +496,17 @@ class Store:
                 "must be opened anew before it is changed; run: systemctl restart tierd"
             )
 
-    def _discard(self, extents: Sequence[Extent]) -> None:
-        """Discard and release pending extents; outside the lock, since it may take seconds.
+    def _discard(self, extents: Sequence[Extent], *, wipe: bool = False) -> None:
+        """Discard and release dropped extents; outside the lock, since it may take seconds.
 
         A hint: a device that cannot discard keeps the old bytes, which nothing names any more.
         """
+        if not extents:
+            return
         try:
+            self._settle()
+            if wipe:
+                self._wipe(extents)
             for extent in extents:
                 start, end = occupied(extent)
                 if not self.device.leased_ranges(start, end):
@@ -442,10 +523,15 @@ class Store:
         for offset, length in _pieces(extents, _WIPE_BYTES):
             self.device.read_into(offset, back[:length])
             if np.any(back[:length]):
-                raise DeviceError(
+                raise DeviceFailedError(
                     f"{self.device.path}: bytes at {offset} are not zero after they were wiped; "
                     "the device does not store what it is told; run: dmesg"
                 )
+
+
+def pages_of(extents: Iterable[Extent]) -> int:
+    """Pages that extents occupy, whole units."""
+    return sum(end - start for start, end in map(occupied, extents)) // PAGE_BYTES
 
 
 def _pieces(extents: Iterable[Extent], size: int) -> Iterator[tuple[int, int]]:
@@ -461,107 +547,3 @@ def _load_settled(device: Device) -> superblock.Loaded | None:
         with contextlib.suppress(DeviceDamagedError):
             return superblock.load(device)
     return superblock.load(device)
-
-
-def _make_file(path: str, size: int | None) -> bool:
-    """Make the file if there is none, or lengthen an empty one; True if it was made here."""
-    try:
-        info = os.stat(path)
-    except FileNotFoundError:
-        if size is None:
-            raise DeviceError(
-                f"{path} does not exist, and a new file needs a size; "
-                f"run: tierd format {path} --size 64GiB"
-            ) from None
-        info = None
-    except OSError as error:
-        raise DeviceError(f"{path}: {os.strerror(error.errno or 0)}; run: ls -l {path}") from None
-    if size is None or (info is not None and info.st_size == size):
-        return False
-    if info is not None and stat.S_ISBLK(info.st_mode):
-        raise DeviceError(f"{path} is a block device, its size is its own; leave --size away")
-    if info is not None and info.st_size > 0:
-        raise DeviceError(
-            f"{path} exists and has {info.st_size} bytes, not {size}; use its size or another "
-            f"name; run: ls -l {path}"
-        )
-    _require_minimum(path, size)
-    folder = os.path.dirname(os.path.abspath(path))
-    try:
-        # Asked first, since a reservation that fails has filled the file system for a moment.
-        system = os.statvfs(folder)
-        if system.f_bavail * system.f_frsize < size:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        _reserve(path, size)
-    except OSError as error:
-        if info is None:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-        if error.errno in {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}:
-            raise DeviceTooSmallError(
-                f"{path}: no room for a file of {size} bytes in {folder}; run: df -h {folder}"
-            ) from None
-        raise DeviceError(
-            f"{path}: cannot be made: {os.strerror(error.errno or 0)}; run: ls -ld {folder}"
-        ) from None
-    return info is None
-
-
-def _reserve(path: str, size: int) -> None:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        os.posix_fallocate(fd, 0, size)
-    finally:
-        os.close(fd)
-
-
-def _require_minimum(path: str, size: int) -> None:
-    areas = Areas.of(size)
-    if areas.data_end <= areas.data_start:
-        raise DeviceTooSmallError(
-            f"{path} has {size} bytes; the smallest store has {areas.data_start + UNIT_BYTES}; "
-            "use a larger device"
-        )
-
-
-def _refuse_content(device: Device, path: str, force: str | None) -> None:
-    _require_minimum(path, device.size)
-    if device.leased_ranges(0, device.size):
-        raise DeviceBusyError(
-            f"{path} is still read by an engine that attached to its images; stop the engine "
-            "first; run: tierd status"
-        )
-    content = signatures.find_content(device)
-    if content is None:
-        return
-    real = os.path.realpath(path)
-    names = {path, real, os.path.basename(path), os.path.basename(real)}
-    if force in names:
-        return
-    given = f" (--force names {force}, which is not this device)" if force is not None else ""
-    raise DeviceForeignError(
-        f"{path} holds {content}, which would be lost{given}; if that is what you want, "
-        f"run: tierd format {path} --force {path}"
-    )
-
-
-def _write_empty(device: Device) -> None:
-    """Clear the first and the last MiB, so that no old mark survives, and write the first root."""
-    device.write(0, aligned_buffer(RESERVED_BYTES))
-    device.write(signatures.tail_offset(device), aligned_buffer(signatures.TAIL_BYTES))
-    device.flush()
-    areas = Areas.of(device.size)
-    table, ident = ExtentTable(), uuid.uuid4()
-    data = table.pack(ident, 1)
-    root = Root(
-        sequence=1,
-        slot=0,
-        uuid=ident,
-        device_bytes=device.size,
-        block_size=device.block_size,
-        table_offset=areas.table_offset(0),
-        table_bytes=len(data),
-        area_bytes=areas.table_bytes,
-        table_crc=superblock.crc(data),
-    )
-    superblock.store(device, root, data)

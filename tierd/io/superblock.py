@@ -1,4 +1,4 @@
-"""Roots and the extent table: their bytes, and the order in which they reach the device.
+"""Roots: their bytes, and the order in which they and the extent table reach the device.
 
 Fault model: power or process may go at any instruction; of the writes since the last flush any
 subset may have reached the medium, a 4 KiB write in part; bytes may rot afterwards; a read may
@@ -14,27 +14,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import struct
 import uuid
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from tierd.errors import DeviceDamagedError, DeviceError, DeviceVersionError
+from tierd.errors import (
+    DeviceDamagedError,
+    DeviceError,
+    DeviceFailedError,
+    DeviceShrunkError,
+    DeviceVersionError,
+)
 from tierd.io import _core
 from tierd.io.device import PAGE_BYTES, Device, aligned_buffer
-from tierd.io.layout import ROOT_BYTES, ROOT_OFFSETS, UNIT_PAGES, Areas, occupied, round_up
-from tierd.types import Extent, ImageInfo
+from tierd.io.extent_table import TABLE_FORMAT, ExtentTable
+from tierd.io.layout import ROOT_BYTES, ROOT_OFFSETS, Areas, round_up
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from numpy.typing import NDArray
 
 MAGIC = b"TIERDVOL"
-FORMAT_VERSION = 1
-TABLE_FORMAT = "tierd extent table"
+FORMAT_VERSION = 2  # 1 knew images of one device only
 # magic, version, block size, sequence, uuid, root offset, device bytes, table offset, table bytes,
 # table area bytes, table CRC. The magic again and the root's CRC32C are its last 12 bytes.
 _ROOT = struct.Struct("<8sIIQ16sQQQQQI")
@@ -56,6 +58,7 @@ class Root:
         table_offset: byte where the table starts, one of the two areas.
         table_bytes: its length.
         area_bytes: length of a table area.
+        version: of the format it was written in; :meth:`pack` writes this tierd's.
     """
 
     sequence: int
@@ -67,6 +70,7 @@ class Root:
     table_bytes: int
     area_bytes: int
     table_crc: int
+    version: int = FORMAT_VERSION
 
     def pack(self) -> bytes:
         """Return the 4 KiB that go to the device."""
@@ -109,169 +113,42 @@ class Root:
         if place != ROOT_OFFSETS[slot]:
             return "it belongs to another place"
         return cls(
-            sequence, slot, uuid.UUID(bytes=ident), size, block, offset, length, area, table_crc
+            sequence,
+            slot,
+            uuid.UUID(bytes=ident),
+            size,
+            block,
+            offset,
+            length,
+            area,
+            table_crc,
+            version,
         )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Identity:
-    """The last (image id, generation) given to a name: the next one is a generation further.
-
-    It outlives the image, so that pages of a deleted or half-staged image never pass for those
-    of a later one of the same name.
-    """
-
-    image_id: int
-    generation: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StoredImage:
-    """An image as the home device's extent table names it.
-
-    Attributes:
-        info: the manifest.
-        extents: its pages on this device, sorted by first page.
-        state: ``complete``; anything else is not served.
-        devices: UUIDs of all devices that hold a part of it, the home device first.
-    """
-
-    info: ImageInfo
-    extents: tuple[Extent, ...]
-    state: str
-    devices: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        """``model/table``."""
-        return self.info.name
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Part:
-    """Extents of an image whose home is another device; they count if its root names this one."""
-
-    image_id: int
-    generation: int
-    home: str
-    extents: tuple[Extent, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ExtentTable:
-    """What a root names: everything that must survive, by name."""
-
-    images: dict[str, StoredImage] = dataclasses.field(default_factory=dict)
-    parts: tuple[Part, ...] = ()
-    placements: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    identities: dict[str, Identity] = dataclasses.field(default_factory=dict)
-
-    def all_extents(self) -> Iterator[Extent]:
-        """Every extent in use on this device."""
-        for image in self.images.values():
-            yield from image.extents
-        for part in self.parts:
-            yield from part.extents
-
-    def pack(self, ident: uuid.UUID, sequence: int) -> bytes:
-        """Return the table's JSON; uuid and sequence tie it to its root."""
-        images = [
-            {
-                "info": image.info.to_json(),
-                "state": image.state,
-                "devices": list(image.devices),
-                "extents": [dataclasses.astuple(extent) for extent in image.extents],
-            }
-            for _, image in sorted(self.images.items())
-        ]
-        parts = [
-            {
-                "image_id": f"{part.image_id:016x}",
-                "generation": part.generation,
-                "home": part.home,
-                "extents": [dataclasses.astuple(extent) for extent in part.extents],
-            }
-            for part in self.parts
-        ]
-        identities = {
-            name: {"image_id": f"{identity.image_id:016x}", "generation": identity.generation}
-            for name, identity in sorted(self.identities.items())
-        }
-        document = {
-            "format": TABLE_FORMAT,
-            "uuid": str(ident),
-            "sequence": sequence,
-            "images": images,
-            "parts": parts,
-            "placements": self.placements,
-            "identities": identities,
-        }
-        return json.dumps(document, separators=(",", ":")).encode()
-
-    @classmethod
-    def unpack(cls, data: bytes, root: Root) -> Self:
-        """Read and check a table; ValueError, KeyError or TypeError if it makes no sense."""
-        document = json.loads(data)
-        if document["uuid"] != str(root.uuid) or document["sequence"] != root.sequence:
-            raise ValueError("it belongs to another root")
-        images = {}
-        for entry in document["images"]:
-            info = ImageInfo.from_json(entry["info"])
-            extents = _extents(entry["extents"])
-            images[info.name] = StoredImage(
-                info, extents, str(entry["state"]), tuple(map(str, entry["devices"]))
-            )
-        parts = tuple(
-            Part(
-                int(p["image_id"], 16), int(p["generation"]), str(p["home"]), _extents(p["extents"])
-            )
-            for p in document["parts"]
-        )
-        identities = {
-            str(name): Identity(int(entry["image_id"], 16), int(entry["generation"]))
-            for name, entry in document["identities"].items()
-        }
-        table = cls(images, parts, dict(document["placements"]), identities)
-        table.check(root)
-        return table
-
-    def check(self, root: Root) -> None:
-        """Raise ValueError if extents leave the data area, overlap, or do not cover their image."""
-        areas = Areas.of(root.device_bytes)
-        position = 0
-        for start, end in sorted(occupied(extent) for extent in self.all_extents()):
-            if (
-                start % (UNIT_PAGES * PAGE_BYTES)
-                or start < areas.data_start
-                or end > areas.data_end
-            ):
-                raise ValueError(f"an extent at byte {start} lies outside the data area")
-            if start < position:
-                raise ValueError(f"two extents overlap at byte {start}")
-            position = end
-        for image in self.images.values():
-            _check_cover(image)
-
-
-def _check_cover(image: StoredImage) -> None:
-    page = 0
-    for extent in image.extents:
-        if extent.pages <= 0 or extent.first_page < page:
-            raise ValueError(f"extents of {image.name} are out of order")
-        if len(image.devices) == 1 and extent.first_page != page:
-            raise ValueError(f"page {page} of {image.name} is in no extent")
-        page = extent.first_page + extent.pages
-    if page > image.info.pages or (len(image.devices) == 1 and page != image.info.pages):
-        raise ValueError(f"extents of {image.name} hold {page} pages, not {image.info.pages}")
-
-
-def _extents(rows: list[list[int]]) -> tuple[Extent, ...]:
-    return tuple(Extent(int(first), int(pages), int(where)) for first, pages, where in rows)
 
 
 def crc(data: bytes) -> int:
     """CRC32C."""
     return int(_core.crc32c(np.frombuffer(data, np.uint8)))
+
+
+def fields(data: bytes) -> dict[str, int | str]:
+    """Everything in a root's fields, whether or not it can be believed; for people."""
+    magic, version, block, sequence, ident, place, size, offset, length, area, table_crc = (
+        _ROOT.unpack_from(data)
+    )
+    return {
+        "magic": magic.decode("latin-1"),
+        "version": version,
+        "block_size": block,
+        "sequence": sequence,
+        "uuid": str(uuid.UUID(bytes=ident)),
+        "place": place,
+        "device_bytes": size,
+        "table_offset": offset,
+        "table_bytes": length,
+        "area_bytes": area,
+        "table_crc": f"{table_crc:08x}",
+    }
 
 
 # --- on the device -----------------------------------------------------------------------------
@@ -298,7 +175,7 @@ def load(device: Device) -> Loaded | None:
     Raises:
         DeviceDamagedError: it was, and neither root can be used.
         DeviceVersionError: by a newer tierd.
-        DeviceError: the device is smaller than it was then.
+        DeviceShrunkError: the device is smaller than it was then.
     """
     candidates: list[Root] = []
     faults: list[str] = []
@@ -311,7 +188,7 @@ def load(device: Device) -> Loaded | None:
     highest = max((root.sequence for root in candidates), default=0)
     for root in sorted(candidates, key=lambda root: -root.sequence):
         if root.device_bytes > device.size:
-            raise DeviceError(
+            raise DeviceShrunkError(
                 f"{device.path} has {device.size} bytes, but had {root.device_bytes} when it was "
                 "formatted: it shrank, or was copied in part; restore its size or format it anew; "
                 f"run: lsblk -b {device.path}"
@@ -328,6 +205,14 @@ def load(device: Device) -> Loaded | None:
         f"{device.path}: neither root can be used ({'; '.join(faults)}); the tables on it must be "
         f"staged again; run: tierd format {device.path} --force {device.path}"
     )
+
+
+def peek_uuid(device: Device) -> str | None:
+    """UUID in the newest whole root, with a single look at each; None if there is none."""
+    roots = [_read_root(device, slot) for slot in (0, 1)]
+    whole = [root for root in roots if isinstance(root, Root)]
+    newest = max(whole, key=lambda root: root.sequence, default=None)
+    return None if newest is None else str(newest.uuid)
 
 
 def store(device: Device, root: Root, data: bytes) -> None:
@@ -353,7 +238,7 @@ def _write_surely(device: Device, offset: int, data: NDArray[np.uint8]) -> None:
             device.read_into(offset, back)
             if np.array_equal(back, data):
                 return
-    raise DeviceError(
+    raise DeviceFailedError(
         f"{device.path}: what was written at byte {offset} does not read back; the device does not "
         "store what it is told; run: dmesg"
     )

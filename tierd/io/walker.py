@@ -7,48 +7,35 @@ it stops for nothing but a device that cannot be reached at all.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
 import random
 import secrets
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from tierd.errors import DeviceError, ImageError, VerifyError
-from tierd.io import _core
+from tierd.errors import ImageError, VerifyError
+from tierd.io.blocks import FAULT_WORDS, BlockBuffers, PageReader, block_starts
 from tierd.io.device import PAGE_BYTES, aligned_buffer
-from tierd.io.layout import Geometry, runs
+from tierd.io.extent_table import StoredImage
 from tierd.io.pipeline import in_order, thread_count
 from tierd.io.rows import RowReader, fingerprint
+from tierd.io.store_set import StoreSet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
 
     from tierd.io.checkpoint import Checkpoint
     from tierd.io.store import Store
-    from tierd.io.superblock import StoredImage
+    from tierd.io.store_set import StripedImage
 
-BLOCK_PAGES = 1024  # 4 MiB: the unit of reading, and of the digest
-DIGEST_KIND = f"sha256 of sha256 of {BLOCK_PAGES}-page blocks"
 SAMPLE_ROWS = 200
-
-_UNREADABLE = 255  # beside the core's PageFault numbers
-_FAULT_WORDS = {
-    int(_core.PageFault.magic): "no page of tierd's there",
-    int(_core.PageFault.version): "a page of another format version",
-    int(_core.PageFault.image): "a page of another image",
-    int(_core.PageFault.generation): "a page of another generation",
-    int(_core.PageFault.number): "another page of the image",
-    int(_core.PageFault.rows): "a wrong number of rows",
-    int(_core.PageFault.crc): "its checksum is wrong",
-    int(_core.PageFault.tag): "a row's tag is wrong",
-    _UNREADABLE: "the device cannot read it",
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,7 +47,7 @@ class VerifyReport:
         full: every page rather than sampled rows.
         pages_checked: pages whose identity, checksum and tags were looked at.
         pages_bad: of them, how many failed.
-        first_bad_page: the lowest of those, and ``first_fault`` why.
+        first_bad_page: the lowest of those, ``first_fault`` why, ``first_bad_device`` where.
         rows_compared: rows compared with the checkpoint.
         rows_wrong: of them, how many differ.
         first_wrong_row: the lowest of those.
@@ -75,6 +62,7 @@ class VerifyReport:
     pages_bad: int = 0
     first_bad_page: int | None = None
     first_fault: str = ""
+    first_bad_device: str = ""
     rows_compared: int = 0
     rows_wrong: int = 0
     first_wrong_row: int | None = None
@@ -99,7 +87,7 @@ class VerifyReport:
         if self.pages_bad:
             return (
                 f"{self.pages_bad} of {self.pages_checked} pages are bad, the first is page "
-                f"{self.first_bad_page} ({self.first_fault})"
+                f"{self.first_bad_page} ({self.first_fault}) on {self.first_bad_device}"
             )
         if self.rows_wrong:
             return (
@@ -132,20 +120,27 @@ class VerifyReport:
         }
         return {**dataclasses.asdict(self), **derived}
 
-    def require_ok(self, path: str) -> None:
-        """Raise VerifyError, naming the device and the first page or row, if anything is wrong."""
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """Build from :meth:`to_json`'s dict; derived and unknown keys are ignored."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in data.items() if name in names})
+
+    def require_ok(self, *paths: str) -> None:
+        """Raise VerifyError, naming the devices and the first page or row, if anything is wrong."""
         if self.ok:
             return
+        named = " ".join(f"--device {path}" for path in paths)
         raise VerifyError(
-            f"{self.image} on {path}: {self.finding}; the device changed or lost what was written; "
-            "delete the image and stage it again; "
-            f"run: tierd verify --device {path} --full {self.image}"
+            f"{self.image} on {' '.join(paths)}: {self.finding}; the device changed or lost what "
+            "was written; delete the image and stage it again; "
+            f"run: tierd verify {named} --full {self.image}"
         )
 
 
 def verify(
-    store: Store,
-    image: StoredImage | str,
+    store: Store | StoreSet,
+    image: StripedImage | StoredImage | str,
     *,
     checkpoint: Checkpoint | None = None,
     sample: int = SAMPLE_ROWS,
@@ -156,7 +151,7 @@ def verify(
     """Verify an image.
 
     Args:
-        store: the store that holds it.
+        store: the store, or the stores, that hold it.
         image: the image or its name.
         checkpoint: what sampled rows are compared with; without one only their pages are checked.
         sample: rows to draw, besides the first and the last.
@@ -165,30 +160,33 @@ def verify(
         progress: called with (bytes read, bytes to read).
 
     Raises:
-        ImageError: no such image, or the checkpoint is not the one it was staged from.
+        ImageError: no such image, one of its devices is missing, or the checkpoint is not the one
+            it was staged from.
         DeviceError: the device cannot be opened for reading once more.
         CheckpointError: the checkpoint cannot be read.
     """
+    stores = StoreSet.of(store)
     if isinstance(image, str):
-        image = store.image(image)
+        image = stores.image(image)
+    elif isinstance(image, StoredImage):
+        image = stores.striped(stores.home_of(image), image)
+    image.require_whole()
     if checkpoint is not None:
-        _require_same(checkpoint, image, store.device.path)
-    # A lease keeps the image's extents as they are; one that is being staged has no name yet and
-    # is safe from others as it is.
-    named = store.find(image.name) == image
-    lease = store.reader_fd([image]) if named else None
-    try:
-        walk = _Walk(store, image, secrets.randbits(32) if seed is None else seed)
+        _require_same(checkpoint, image)
+    with contextlib.ExitStack() as leases:
+        # Leases keep the image's extents as they are; one that is being staged has no name yet
+        # and is safe from others as it is.
+        for share in image.shares:
+            if share.store is not None and share.holding is not None:
+                leases.callback(os.close, share.store.reader_fd([share.holding]))
+        walk = _Walk(image, secrets.randbits(32) if seed is None else seed)
         if full:
             walk.check_all(progress)
         walk.check_rows(checkpoint, sample, count_pages=not full)
         return walk.report(full=full)
-    finally:
-        if lease is not None:
-            os.close(lease)
 
 
-def _require_same(checkpoint: Checkpoint, image: StoredImage, device: str) -> None:
+def _require_same(checkpoint: Checkpoint, image: StripedImage) -> None:
     table = image.info.table
     missing = [name for name in table.tensors if name not in checkpoint.tensors]
     if missing or fingerprint(checkpoint, table) != image.info.fingerprint:
@@ -196,18 +194,18 @@ def _require_same(checkpoint: Checkpoint, image: StoredImage, device: str) -> No
         raise ImageError(
             f"{image.name} was not staged from {checkpoint.path}: {why}; name the checkpoint it "
             f"came from, or stage this one; run: tierd stage {checkpoint.path} --device "
-            f"{device}"
+            f"{image.home.device.path}"
         )
 
 
 class _Walk:
     """One verification: what is read and what was found so far."""
 
-    def __init__(self, store: Store, image: StoredImage, seed: int) -> None:
-        self._store = store
+    def __init__(self, image: StripedImage, seed: int) -> None:
         self._image = image
         self._info = image.info
-        self._geometry = Geometry.of(image.info.table.row_bytes, image.info.table.rows)
+        self._reader = PageReader(image)
+        self._geometry = self._reader.geometry
         self._seed = seed
         self._started = time.monotonic()
         self._bad: dict[int, str] = {}
@@ -224,6 +222,7 @@ class _Walk:
             pages_bad=len(self._bad),
             first_bad_page=first,
             first_fault="" if first is None else self._bad[first],
+            first_bad_device="" if first is None else self._reader.device_of(first),
             rows_compared=self._compared,
             rows_wrong=len(self._wrong),
             first_wrong_row=min(self._wrong, default=None),
@@ -244,7 +243,7 @@ class _Walk:
         page = aligned_buffer(PAGE_BYTES)
         for row in sorted({0, rows - 1, *drawn}):
             number, inside = divmod(row, self._geometry.rows_per_page)
-            faults = self._read(number, page)
+            faults = self._reader.read(number, page)
             if count_pages and number not in seen:
                 self._count(number, faults)
                 seen.add(number)
@@ -261,7 +260,7 @@ class _Walk:
     def check_all(self, progress: Callable[[int, int], None] | None) -> None:
         """Check every page of the image, and the digest of all rows."""
         total = self._geometry.pages
-        states = [_Buffers(self._geometry) for _ in range(thread_count())]
+        states = [BlockBuffers(self._geometry) for _ in range(thread_count())]
         digest = hashlib.sha256()
         for first, faults, block in in_order(self._check_block, states, block_starts(total)):
             self._count(first, faults)
@@ -270,81 +269,12 @@ class _Walk:
                 progress(self._pages * PAGE_BYTES, total * PAGE_BYTES)
         self._digest_ok = digest.hexdigest() == self._info.digest
 
-    def _check_block(self, state: _Buffers, first: int) -> tuple[int, NDArray[np.uint8], bytes]:
-        count = min(BLOCK_PAGES, self._geometry.pages - first)
-        pages = state.pages[: count * PAGE_BYTES]
-        faults = self._read(first, pages)
-        return first, faults, hashlib.sha256(state.unpack(pages, first)).digest()
-
-    # --- reading and judging ---------------------------------------------------------------------
-
-    def _read(self, first: int, pages: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Fill ``pages`` and return one PageFault per page, or _UNREADABLE."""
-        count = pages.size // PAGE_BYTES
-        unreadable = np.zeros(count, bool)
-        for run in runs(self._image.extents, first, count):
-            at = run.first_page - first
-            part = pages[at * PAGE_BYTES : (at + run.pages) * PAGE_BYTES]
-            try:
-                self._store.device.read_into(run.device_page * PAGE_BYTES, part)
-            except DeviceError:
-                # Page by page, so that one bad block does not condemn its neighbours.
-                unreadable[at : at + run.pages] = self._read_singly(run.device_page, part)
-        faults = np.empty(count, np.uint8)
-        _core.check_pages(
-            pages,
-            self._geometry.row_bytes,
-            self._geometry.rows,
-            first,
-            self._info.image_id,
-            self._info.generation,
-            True,
-            True,
-            faults,
-        )
-        faults[unreadable] = _UNREADABLE
-        return faults
-
-    def _read_singly(self, device_page: int, part: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        failed = np.zeros(part.size // PAGE_BYTES, bool)
-        for index in range(failed.size):
-            page = part[index * PAGE_BYTES : (index + 1) * PAGE_BYTES]
-            try:
-                self._store.device.read_into((device_page + index) * PAGE_BYTES, page)
-            except DeviceError:
-                page[:] = 0
-                failed[index] = True
-        return failed
+    def _check_block(self, state: BlockBuffers, first: int) -> tuple[int, NDArray[np.uint8], bytes]:
+        faults, block = self._reader.check_block(state, first)
+        return first, faults, block
 
     def _count(self, first: int, faults: NDArray[np.uint8]) -> None:
         self._pages += faults.size
         self._bytes += faults.size * PAGE_BYTES
         for index in np.flatnonzero(faults):
-            self._bad[first + int(index)] = _FAULT_WORDS[int(faults[index])]
-
-
-class _Buffers:
-    """One thread's buffers for a block."""
-
-    def __init__(self, geometry: Geometry) -> None:
-        self._geometry = geometry
-        pages = min(BLOCK_PAGES, geometry.pages)
-        self.pages = aligned_buffer(pages * PAGE_BYTES)
-        self._rows = np.empty((pages, geometry.rows_per_page, geometry.row_bytes), np.uint8)
-
-    def unpack(self, pages: NDArray[np.uint8], first: int) -> memoryview:
-        """Return the rows of consecutive pages, back to back."""
-        shape = self._geometry
-        count = pages.size // PAGE_BYTES
-        used = shape.rows_per_page * shape.stride
-        rows = pages.reshape(count, PAGE_BYTES)[:, :used]
-        out = self._rows[:count]
-        out[:] = rows.reshape(count, shape.rows_per_page, shape.stride)[:, :, : shape.row_bytes]
-        left = shape.rows - first * shape.rows_per_page
-        present = min(left, count * shape.rows_per_page)
-        return out.reshape(-1)[: present * shape.row_bytes].data
-
-
-def block_starts(pages: int) -> Iterator[int]:
-    """First page of each block of an image of ``pages`` pages."""
-    return iter(range(0, pages, BLOCK_PAGES))
+            self._bad[first + int(index)] = FAULT_WORDS[int(faults[index])]

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime as dt
-import difflib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from tierd.errors import DeviceBusyError, NoTableError
-from tierd.io import staging, tables, walker
+from tierd.errors import DeviceBusyError
+from tierd.io import find_devices, staging, tables, walker
 from tierd.io.checkpoint import Checkpoint
 from tierd.io.store import Store
+from tierd.io.store_set import StoreSet
+from tierd.tools.progress import bar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from tierd.io.store_set import StripedImage
     from tierd.types import TableSpec
 
 PAGE_BYTES = 4096
@@ -24,7 +27,7 @@ PAGE_BYTES = 4096
 
 def stage(
     checkpoint: Path,
-    device: str,
+    devices: Sequence[str],
     *,
     model: str | None,
     tensors: Sequence[str],
@@ -35,7 +38,8 @@ def stage(
 
     Args:
         checkpoint: its directory.
-        device: path of a formatted device.
+        devices: formatted devices, paths or ``UUID=...``; an image's pages are dealt out over all
+            of them, and the first becomes its home.
         model: name of the model; None means the directory's name.
         tensors: tensors that are tables although no rule recognises them.
         tables_wanted: names of the tables to stage; none means all.
@@ -48,31 +52,20 @@ def stage(
         TierdError: bad input, or a device that cannot take it; no half image is left.
     """
     source = Checkpoint.open(checkpoint)
-    specs = tables.find_tables(source, tensors=list(tensors))
-    specs = _choose(specs, tables_wanted, checkpoint)
+    found = tables.find_tables(source, tensors=list(tensors))
+    specs = tables.choose_tables(found, tables_wanted, source)
     name = model or checkpoint.resolve().name
     with (
         explained_busy(),
-        Store.open(device, write=True) as store,
-        _progress("staging", quiet=quiet) as progress,
+        open_set(devices, write=True) as stores,
+        bar("staging", quiet=quiet) as progress,
     ):
-        results = staging.stage(store, source, specs, model=name, progress=progress)
-    return [
-        {
-            "name": result.info.name,
-            "image_id": f"{result.info.image_id:016x}",
-            "generation": result.info.generation,
-            "rows": result.info.table.rows,
-            "pages": result.info.pages,
-            "written_bytes": result.written_bytes,
-            "seconds": result.seconds,
-        }
-        for result in results
-    ]
+        results = staging.stage(stores, source, specs, model=name, progress=progress)
+    return [result.to_json() for result in results]
 
 
 def verify(
-    device: str,
+    devices: Sequence[str],
     names: Sequence[str],
     *,
     full: bool,
@@ -80,10 +73,10 @@ def verify(
     sample: int,
     quiet: bool,
 ) -> list[walker.VerifyReport]:
-    """Verify images on a device, also while a daemon serves them.
+    """Verify images, also while a daemon serves them.
 
     Args:
-        device: path of the device.
+        devices: those that hold them.
         names: ``model/table`` each; none means all.
         full: every page and the digest of all rows, not only sampled rows.
         checkpoint: what sampled rows are compared with.
@@ -92,12 +85,12 @@ def verify(
     """
     source = Checkpoint.open(checkpoint) if checkpoint is not None else None
     reports = []
-    with Store.open(device, write=False) as store:
-        for image in [store.image(name) for name in names] if names else store.images:
-            with _progress(image.name, quiet=quiet) as progress:
+    with open_set(devices, write=False) as stores:
+        for image in [stores.image(name) for name in names] if names else stores.images:
+            with bar(image.name, quiet=quiet) as progress:
                 reports.append(
                     walker.verify(
-                        store,
+                        stores,
                         image,
                         checkpoint=source,
                         sample=sample,
@@ -108,29 +101,69 @@ def verify(
     return reports
 
 
-def images(device: str) -> list[dict[str, Any]]:
-    """List a device's images: what REST says of an image, except who has attached it."""
-    with Store.open(device, write=False) as store:
-        return [
+def images(devices: Sequence[str]) -> list[dict[str, Any]]:
+    """List the images on devices: what REST says of an image, except who has attached it."""
+    with open_set(devices, write=False) as stores:
+        return [image_json(image) for image in stores.images]
+
+
+def image(devices: Sequence[str], name: str) -> dict[str, Any]:
+    """Say everything about one image: :func:`images`' entry, and what each device holds of it."""
+    with open_set(devices, write=False) as stores:
+        found = stores.image(name)
+        shares = [
             {
-                "name": image.name,
-                "model": image.info.model,
-                "table": image.info.table.name,
-                "image_id": f"{image.info.image_id:016x}",
-                "generation": image.info.generation,
-                **_table_json(image.info.table),
-                "pages": image.info.pages,
-                "size_bytes": image.info.pages * PAGE_BYTES,
-                "fingerprint": image.info.fingerprint,
-                "digest": image.info.digest,
-                "digest_kind": image.info.digest_kind,
-                "staged_at": dt.datetime.fromtimestamp(image.info.staged_at, tz=dt.UTC).isoformat(),
-                "device": store.device.path,
-                "device_uuid": store.uuid,
-                "extents": len(image.extents),
+                "device": share.path,
+                "device_uuid": share.uuid,
+                "fault": share.fault,
+                "extents": [list(dataclasses.astuple(extent)) for extent in share.extents],
             }
-            for image in store.images
+            for share in found.shares
         ]
+        placement = found.home.placements.get(name)
+        return {**image_json(found), "shares": shares, "placement": placement}
+
+
+def delete_image(devices: Sequence[str], name: str, *, wipe: bool) -> dict[str, Any]:
+    """Delete an image from its devices; return what it was, and which devices kept their part."""
+    with explained_busy(), open_set(devices, write=True) as stores:
+        gone = stores.delete(name, wipe=wipe)
+        kept = [share.path for share in gone.shares if share.store is None]
+        return {**image_json(gone), "wiped": wipe, "parts_kept_on": kept}
+
+
+def image_json(image: StripedImage) -> dict[str, Any]:
+    """One image, JSON-ready."""
+    info = image.info
+    return {
+        "name": image.name,
+        "model": info.model,
+        "table": info.table.name,
+        "image_id": f"{info.image_id:016x}",
+        "generation": info.generation,
+        **_table_json(info.table),
+        "pages": info.pages,
+        "size_bytes": info.pages * PAGE_BYTES,
+        "page_version": info.page_version,
+        "fingerprint": info.fingerprint,
+        "digest": info.digest,
+        "digest_kind": info.digest_kind,
+        "staged_at": dt.datetime.fromtimestamp(info.staged_at, tz=dt.UTC).isoformat(),
+        "device": image.shares[0].path,
+        "device_uuid": image.shares[0].uuid,
+        "devices": [share.path for share in image.shares],
+        "extents": sum(len(share.extents) for share in image.shares),
+        "fault": image.fault,
+    }
+
+
+@contextlib.contextmanager
+def open_set(devices: Sequence[str], *, write: bool) -> Iterator[StoreSet]:
+    """Open devices, each named by its path or ``UUID=...``."""
+    with StoreSet.open([find_devices.resolve(name) for name in devices], write=write) as stores:
+        for note in stores.notes:
+            print(f"note: {note}", file=sys.stderr)
+        yield stores
 
 
 def _table_json(table: TableSpec) -> dict[str, Any]:
@@ -158,31 +191,5 @@ def explained_busy() -> Iterator[None]:
         yield
     except DeviceBusyError as error:
         what = str(error).partition("; run: ")[0]
-        text = f"{what}; a device is written only while no daemon serves it"
+        text = f"{what}; if it is a daemon, name its REST socket with --api-socket, or stop it"
         raise DeviceBusyError(f"{text}; run: systemctl stop tierd") from None
-
-
-def _choose(specs: list[TableSpec], wanted: Sequence[str], checkpoint: Path) -> list[TableSpec]:
-    if not wanted:
-        return specs
-    names = [spec.name for spec in specs]
-    for name in wanted:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names[:3]
-            text = f"{checkpoint}: no table {name!r} among its {len(names)}"
-            raise NoTableError(f"{text}; near names: {', '.join(near)}")
-    return [spec for spec in specs if spec.name in wanted]
-
-
-@contextlib.contextmanager
-def _progress(title: str, *, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """Show a bar on a terminal; the callback takes (done, total) in bytes or pages."""
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console  # noqa: PLC0415 - slow to import, and only for terminals
-    from rich.progress import Progress  # noqa: PLC0415
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from rich.console import Console
@@ -23,14 +24,14 @@ def images(listed: list[dict[str, Any]]) -> None:
             image["row_format"],
             size(image["size_bytes"]),
             str(image["generation"]),
-            image["device"],
+            " ".join(image["devices"]),
         )
-    _console().print(table)
+    make_console().print(table)
 
 
 def status(state: dict[str, Any], clients: list[dict[str, Any]]) -> None:
     """Print the daemon's state and its clients."""
-    console = _console()
+    console = make_console()
     head = (
         f"{state['name']} {state['version']}, pid {state['pid']}, up {duration(state['uptime_s'])}"
     )
@@ -44,11 +45,58 @@ def status(state: dict[str, Any], clients: list[dict[str, Any]]) -> None:
         console.print(f"  pump {number}: {pump['transport']}{reason}")
     if state["history"]["degraded"]:
         console.print(f"  history is not being kept: {state['history']['degraded']}")
+    for absent in state["absent_devices"]:
+        console.print(f"  device {absent['device']} is not there: {absent['reason']}")
+    for image in state["incomplete_images"]:
+        console.print(f"  not served: {image['name']}: {image['reason']}")
     for name in state["shadowed_images"]:
         console.print(f"  not served: {name}: another device has it as well")
     console.print(f"  {state['images']} images, {len(clients)} clients")
     if clients:
         console.print(_rings(clients))
+
+
+def jobs(listed: list[dict[str, Any]]) -> None:
+    """Print jobs, newest first."""
+    if not listed:
+        make_console().print("no jobs")
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in ("JOB", "KIND", "ABOUT", "STATE", "DONE", "LEFT", "BY", "CREATED"):
+        table.add_column(name, justify="right" if name in {"DONE", "LEFT"} else "left")
+    for job in listed:
+        now = job["progress"]
+        share = f"{now['done_bytes'] / now['total_bytes']:.0%}" if now["total_bytes"] else "-"
+        left = "-" if now["left_s"] is None else duration(now["left_s"])
+        names = ("job", "kind", "subject", "state")
+        created = job["created_at"][:19].replace("T", " ")
+        table.add_row(*(job[name] for name in names), share, left, job["caller"], created)
+    make_console().print(table)
+
+
+def job(job: dict[str, Any]) -> None:
+    """Print one job."""
+    console, now = make_console(), job["progress"]
+    console.print(f"job {job['job']}: {job['kind']} {job['subject']}, {job['state']}")
+    console.print(f"  asked for by {job['caller']} at {job['created_at']}")
+    if now["total_bytes"]:
+        rate = "" if now["bytes_per_s"] is None else f", {size(int(now['bytes_per_s']))}/s"
+        left = "" if now["left_s"] is None else f", {duration(now['left_s'])} left"
+        console.print(f"  {size(now['done_bytes'])} of {size(now['total_bytes'])}{rate}{left}")
+    if now["doing"]:
+        console.print(f"  {now['doing']}")
+    if job["error"]:
+        console.print(f"  {job['error']}")
+    if job["result"] is not None:
+        console.print(json.dumps(job["result"], indent=2))
+
+
+def event(event: dict[str, Any]) -> str:
+    """Return one event in a line."""
+    details = " ".join(f"{key}={value}" for key, value in event["details"].items())
+    return (
+        f"{event['time'][:19].replace('T', ' ')}  {event['kind']:<10} {event['subject']}  {details}"
+    )
 
 
 def _rings(clients: list[dict[str, Any]]) -> Table:
@@ -95,6 +143,7 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-def _console() -> Console:
+def make_console() -> Console:
+    """Standard output, for text that people copy and scripts read."""
     # Paths and names are neither cut, wrapped nor coloured: people copy them, scripts read them.
     return Console(highlight=False, markup=False, width=COLUMNS_MAX, color_system=None)

@@ -99,4 +99,5 @@ NB_MODULE(_native, m) {
     tierd::bind_channel(m);
     tierd::bind_twin(m);
     tierd::bind_sim(m);
+    tierd::bind_probe(m);
 }

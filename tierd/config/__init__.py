@@ -11,13 +11,15 @@ import dataclasses
 import difflib
 import os
 import re
-import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from tierd.config.explain import wrong_unit
+from tierd.config.layers import ENV_PREFIX, Layer, nest, place, read_file
+from tierd.config.listen import check_listeners
 from tierd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,9 +27,6 @@ if TYPE_CHECKING:
 
     from pydantic.fields import FieldInfo
 
-DEFAULT_PATH = Path("/etc/tierd/tierd.toml")
-ENV_PREFIX = "TIERD__"
-ENV_PATH = "TIERD_CONFIG"
 # sun_path holds 108 bytes with its final zero.
 SOCKET_PATH_BYTES_MAX = 107
 
@@ -117,7 +116,54 @@ class ApiSection(Section):
         "{runtime_dir}/api.sock",
         description="Unix socket of the REST interface; `tierd status` asks here.",
     )
-    socket_mode: FileMode = Field(0o660, description="Permissions of the socket.")
+    socket_mode: FileMode = Field(
+        0o660, description="Permissions of the socket. Whoever may connect may read."
+    )
+    admin_group: str = Field(
+        "",
+        description="Group whose members may also change things over the Unix socket; root and "
+        "the daemon's own user always may.",
+    )
+    listen: str = Field(
+        "",
+        description="HOST:PORT of a TCP socket, such as 127.0.0.1:9468; empty: none. It needs "
+        "api.token_file, and TLS as well where HOST is not a loopback address.",
+    )
+    token_file: str = Field(
+        "",
+        description="File that holds the bearer token of the TCP socket, mode 0600. Whoever has "
+        "the token may change everything.",
+    )
+    tls_certificate: str = Field(
+        "", description="PEM file with the certificate chain of the TCP socket."
+    )
+    tls_key: str = Field("", description="PEM file with the certificate's private key.")
+    connections_max: int = Field(
+        128, ge=8, le=4096, description="Connections at once; one more is answered 503 and closed."
+    )
+    streams_max: int = Field(
+        32,
+        ge=1,
+        le=1024,
+        description="Readers of server-sent events at once; one more is answered 503.",
+    )
+    requests_per_s: int = Field(
+        500,
+        ge=1,
+        le=1_000_000,
+        description="Requests a second of one user (Unix socket) or address (TCP), with bursts of "
+        "as many; what comes faster is answered 429.",
+    )
+
+
+class MetricsSection(Section):
+    """The read-only listener for /metrics, /healthz and /readyz."""
+
+    listen: str = Field(
+        "",
+        description="HOST:PORT, such as 127.0.0.1:9469, for Prometheus and load balancers; "
+        "empty: none. It answers without a token and can change nothing.",
+    )
 
 
 class PumpSection(Section):
@@ -242,6 +288,7 @@ class Settings(BaseSettings):
     devices: DevicesSection = DevicesSection()
     engine: EngineSection = EngineSection()
     api: ApiSection = ApiSection()
+    metrics: MetricsSection = MetricsSection()
     pump: PumpSection = PumpSection()
     io: IoSection = IoSection()
     channel: ChannelSection = ChannelSection()
@@ -257,6 +304,7 @@ class Settings(BaseSettings):
                 raise ValueError(text + ", the most that a Unix socket's path may have")
         if paths.engine_socket == paths.api_socket:
             raise ValueError(f"engine.socket and api.socket are both {paths.api_socket}")
+        check_listeners(self.api, self.metrics)
         for device in self.devices.paths:
             if self.devices.paths.count(device) > 1:
                 raise ValueError(f"devices.paths lists {device} twice")
@@ -328,36 +376,6 @@ def _bind(layers: list[dict[str, Any]]) -> type[Settings]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Layer:
-    """One origin of values.
-
-    Attributes:
-        origin: for people: a path, ``environment`` or ``command line``.
-        values: section -> key -> value.
-        text: the file's text, to find line numbers in; empty otherwise.
-    """
-
-    origin: str
-    values: dict[str, Any]
-    text: str = ""
-
-    def has(self, section: str, key: str | None) -> bool:
-        """Tell whether this layer gives the section, or the key in it."""
-        if section not in self.values:
-            return False
-        inner = self.values[section]
-        return key is None or (isinstance(inner, dict) and key in inner)
-
-    def where(self, section: str, key: str | None) -> str:
-        """Return the place of a key, as exactly as it is known."""
-        if self.origin == "environment":
-            name = ENV_PREFIX + section.upper() + (f"__{key.upper()}" if key else "")
-            return f"environment variable {name}"
-        line = _find_line(self.text, section, key) if self.text else None
-        return self.origin if line is None else f"{self.origin}:{line}"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Loaded:
     """Settings, and where each value came from.
 
@@ -388,9 +406,9 @@ def load(
         ConfigError: one line that names the file and line, or the variable, and the key.
     """
     environ = os.environ if environ is None else environ
-    file_path, file_layer = _read_file(path, environ)
+    file_path, file_layer = read_file(path, environ)
     layers = [
-        Layer("command line", _nest(overrides or {})),
+        Layer("command line", nest(overrides or {})),
         Layer("environment", _read_environment(environ)),
         *([file_layer] if file_layer else []),
     ]
@@ -401,7 +419,7 @@ def load(
     except ValidationError as error:
         raise ConfigError(_explain(error, layers)) from None
     origins = {
-        f"{section}.{key}": _place(layers, section, key, "default") for section, key, _ in walk()
+        f"{section}.{key}": place(layers, section, key, "default") for section, key, _ in walk()
     }
     return Loaded(settings=settings, path=file_path, origins=origins)
 
@@ -432,27 +450,6 @@ def section_model(section: str) -> type[Section]:
     return cast("type[Section]", Settings.model_fields[section].annotation)
 
 
-def _read_file(path: Path | None, environ: Mapping[str, str]) -> tuple[Path | None, Layer | None]:
-    named = path or (Path(environ[ENV_PATH]) if environ.get(ENV_PATH) else None)
-    chosen = named or DEFAULT_PATH
-    try:
-        text = chosen.read_text(encoding="utf-8")
-        values = tomllib.loads(text)
-    except FileNotFoundError:
-        if named is None:
-            return None, None
-        raise ConfigError(
-            f"{chosen}: no such configuration file; run: tierd config reference > {chosen}"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"{chosen}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{chosen}: not UTF-8 text (byte {error.start})") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{chosen}: not valid TOML: {error}") from None
-    return chosen, Layer(str(chosen), values, text)
-
-
 def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     """Collect ``TIERD__SECTION__KEY``; a list is JSON or comma-separated."""
     values: dict[str, Any] = {}
@@ -473,15 +470,6 @@ def _split_list(section: str, key: str, text: str) -> str | list[str]:
     return [part.strip().strip("\"'") for part in text.split(",") if part.strip()]
 
 
-def _nest(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for dotted, value in overrides.items():
-        section, _, key = dotted.partition(".")
-        if value is not None:
-            values.setdefault(section, {})[key] = value
-    return values
-
-
 def _refuse_unknown(layer: Layer) -> None:
     known = [f"{section}.{key}" for section, key, _ in walk()]
     sections = list(Settings.model_fields)
@@ -490,8 +478,8 @@ def _refuse_unknown(layer: Layer) -> None:
             near = _near(section, sections) or _near_key(section, known)
             raise ConfigError(_unknown(layer, section, None, near))
         if not isinstance(inner, dict):
-            place = layer.where(section, None)
-            raise ConfigError(f"{place}: {section} is a section; write it as [{section}]")
+            where = layer.where(section, None)
+            raise ConfigError(f"{where}: {section} is a section; write it as [{section}]")
         for key in inner:
             if f"{section}.{key}" not in known:
                 near = _near(f"{section}.{key}", known) or _near_key(key, known)
@@ -526,26 +514,6 @@ def _explain(error: ValidationError, layers: list[Layer]) -> str:
     if len(location) < 2:  # a rule across keys: its text names them
         return text + more
     section, key = location[0], location[1]
-    place = _place(layers, section, key, "default")
-    text = text[0].lower() + text[1:]
-    return f"{place}: {section}.{key} = {first['input']!r}: {text}{more}"
-
-
-def _place(layers: list[Layer], section: str, key: str, otherwise: str) -> str:
-    """Return where the winning value of a key stands."""
-    return next((x.where(section, key) for x in layers if x.has(section, key)), otherwise)
-
-
-def _find_line(text: str, section: str, key: str | None) -> int | None:
-    """Return the line of a key, for the plain TOML that people write; None when unsure."""
-    current = ""
-    for number, line in enumerate(text.splitlines(), start=1):
-        if heading := re.match(r"\s*\[\s*([\w.-]+)\s*\]", line):
-            current = heading[1]
-            if current == section and key is None:
-                return number
-        elif assigned := re.match(r"\s*([\w.-]+)\s*=", line):
-            dotted = f"{current}.{assigned[1]}" if current else assigned[1]
-            if dotted == (f"{section}.{key}" if key is not None else section):
-                return number
-    return None
+    where = place(layers, section, key, "default")
+    text = wrong_unit(key, first["input"]) or text[0].lower() + text[1:]
+    return f"{where}: {section}.{key} = {first['input']!r}: {text}{more}"

@@ -1,0 +1,128 @@
+"""Commands on staged images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from tierd.cli import jobs
+from tierd.cli.base import (
+    Group,
+    api_option,
+    ask,
+    cli,
+    config_option,
+    configured_devices,
+    devices_option,
+    json_option,
+    print_json,
+)
+
+
+@cli.group("images", cls=Group, invoke_without_command=True)
+@devices_option(required=False)
+@api_option
+@config_option
+@json_option
+@click.pass_context
+def images_(
+    context: click.Context,
+    devices: tuple[str, ...],
+    api_socket: str | None,
+    config_path: Path | None,
+    as_json: bool,
+) -> None:
+    """List images (as `tierd images list` does), show or delete one."""
+    if context.invoked_subcommand is None:
+        _list(devices, api_socket, config_path, as_json=as_json)
+
+
+@images_.command("list")
+@devices_option(required=False)
+@api_option
+@config_option
+@json_option
+def list_(
+    devices: tuple[str, ...], api_socket: str | None, config_path: Path | None, as_json: bool
+) -> None:
+    """List images: those a daemon serves, or with --device those on devices."""
+    _list(devices, api_socket, config_path, as_json=as_json)
+
+
+@images_.command("show")
+@click.argument("image", metavar="MODEL/TABLE")
+@devices_option(required=False)
+@config_option
+@json_option
+def show_(image: str, devices: tuple[str, ...], config_path: Path | None, as_json: bool) -> None:
+    """Show one image: its manifest, and what each device holds of it.
+
+    Without --device it is looked for on the configured devices. A daemon may be serving them.
+    """
+    from tierd.tools import offline, show_storage
+
+    found = offline.image(devices or configured_devices(config_path), image)
+    if as_json:
+        print_json(found)
+    else:
+        show_storage.image(found)
+
+
+@images_.command()
+@click.argument("image", metavar="MODEL/TABLE")
+@devices_option(required=False)
+@click.option("--wipe", is_flag=True, help="Overwrite its bytes with zeroes, and read them back.")
+@api_option
+@config_option
+@json_option
+def delete(
+    image: str,
+    devices: tuple[str, ...],
+    wipe: bool,
+    api_socket: str | None,
+    config_path: Path | None,
+    as_json: bool,
+) -> None:
+    """Delete an image and free its room.
+
+    Refused while an engine reads the image. Where a daemon serves the devices, it does the work.
+    Without --device the image is looked for on the daemon's devices, or on the configured ones.
+    """
+    from tierd.tools import offline, show
+
+    serving = jobs.daemon_of(devices, api_socket, config_path)
+    if serving is not None:
+        result = jobs.delete_image(serving.path, image, wipe=wipe, quiet=as_json)
+        if as_json:
+            print_json(result)
+        else:
+            click.echo(f"{image}: deleted{', wiped' if wipe else ''}")
+        return
+    gone = offline.delete_image(devices or configured_devices(config_path), image, wipe=wipe)
+    if as_json:
+        print_json(gone)
+        return
+    click.echo(f"{image}: deleted{', wiped' if wipe else ''}, {show.size(gone['size_bytes'])}")
+    for path in gone["parts_kept_on"]:
+        click.echo(f"note: {path} is not there; it gives its part up when it is opened again")
+
+
+def _list(
+    devices: tuple[str, ...], api_socket: str | None, config_path: Path | None, *, as_json: bool
+) -> None:
+    if devices:
+        from tierd.tools import offline
+
+        listed = offline.images(devices)
+    else:
+        listed = ask(api_socket, config_path, "/v1/images")["images"]
+    if as_json:
+        print_json({"images": listed})
+        return
+    if not listed:
+        click.echo("no images; run: tierd stage CHECKPOINT --device DEVICE")
+        return
+    from tierd.tools import show
+
+    show.images(listed)
