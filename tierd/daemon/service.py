@@ -28,6 +28,7 @@ from tierd.daemon.attach import AttachServer
 from tierd.daemon.hub import Hub
 from tierd.daemon.jobs import Board
 from tierd.daemon.plane import DataPlane
+from tierd.daemon.steering import Steering
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,6 +78,7 @@ class Daemon:
     Attributes:
         plane: stores, images and pumps.
         attach: the engine socket's server, and its clients.
+        steering: the controller's eyes and mouth.
         catalog: history.
         jobs: long work.
         hub: who listens to events.
@@ -84,6 +86,7 @@ class Daemon:
 
     plane: DataPlane
     attach: AttachServer
+    steering: Steering
     catalog: Catalog
     jobs: Board
 
@@ -108,17 +111,23 @@ class Daemon:
             await self._start(stack)
             watcher = loop.create_task(self._watch())
             stack.push_async_callback(_cancel, watcher)
+            tasks = {watcher}
+            if self.settings.controller.mode != "off":
+                steering = loop.create_task(self.steering.run())
+                stack.push_async_callback(_cancel, steering)
+                tasks.add(steering)
             claims.notify(f"READY=1\nSTATUS={len(self.plane.images)} images served")
             if on_ready is not None:
                 on_ready()
             stopped = loop.create_task(stop.wait())
-            # The watcher ends only by a programming fault, which stops the process.
-            await asyncio.wait({stopped, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            # These tasks end only by a programming fault, which stops the process.
+            await asyncio.wait({stopped, *tasks}, return_when=asyncio.FIRST_COMPLETED)
             claims.notify("STOPPING=1")
             log.info("stopping", clients=len(self.attach.clients))
-            if watcher.done():
-                stopped.cancel()
-                watcher.result()
+            for task in tasks:
+                if task.done():
+                    stopped.cancel()
+                    task.result()
         log.info("stopped")
 
     async def _start(self, stack: contextlib.AsyncExitStack) -> None:
@@ -147,6 +156,7 @@ class Daemon:
             settings, self.plane, self.catalog, boot_id=self.identity.boot_id
         )
         stack.callback(self._record_stop)
+        self.steering = Steering(settings.controller, self.plane, self.attach, self.catalog)
         self.attach.start(engine)
         stack.push_async_callback(self.attach.stop, settings.daemon.drain_ms / 1000)
         api = self._make_api(self)

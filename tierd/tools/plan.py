@@ -10,11 +10,11 @@ import numpy as np
 
 from tierd.controller.curves import MissCurve
 from tierd.controller.placement import DIRECTORY_BYTES, Plan, TableNeed, Tier, place
+from tierd.daemon.windows import load_windows, window_ms_of
 from tierd.errors import CheckpointError, CurveError, PlacementError, WindowsMissingError
 from tierd.io import _core
 from tierd.io.checkpoint import Checkpoint
 from tierd.io.tables import find_tables
-from tierd.tools.windows import load_windows, window_ms_of
 from tierd.types import TableKind
 
 if TYPE_CHECKING:

@@ -186,16 +186,7 @@ def splits(
     steps, misses = _step_misses(
         trace, order, sorted({way for s in tried for way in s}), sets, warm
     )
-    node = NodeLoad(
-        tuple(
-            TableLoad(
-                name, windows_ms[name], 0.0, MissCurve.of([0.0, 1.0], [1.0, 1.0]),
-                float(trace.tables[n].pages or np.inf),
-            )
-            for n, name in zip(order, names, strict=True)
-        ),
-        (device,),
-    )  # fmt: skip
+    node = _node(trace, order, windows_ms, device)
     found = []
     for split in tried:
         pages = np.stack([misses[at][way] for at, way in enumerate(split)], axis=-1)
@@ -215,6 +206,22 @@ def splits(
         "tables": names, "windows_ms": windows, "steps": steps, "cache_rows": cache_rows,
         "splits": found,
     }  # fmt: skip
+
+
+def _node(
+    trace: Trace, order: Sequence[int], windows_ms: dict[str, float], device: ReadTime
+) -> NodeLoad:
+    nothing = MissCurve.of([0.0, 1.0], [1.0, 1.0])  # pages are played, not predicted
+    tables = [trace.tables[number] for number in order]
+    return NodeLoad(
+        tuple(
+            TableLoad(
+                table.name, windows_ms[table.name], 0.0, nothing, float(table.pages or np.inf)
+            )
+            for table in tables
+        ),
+        (device,),
+    )
 
 
 def _tried(tables: int) -> list[tuple[int, ...]]:

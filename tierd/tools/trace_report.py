@@ -10,10 +10,10 @@ from rich.table import Table
 
 from tierd.controller.load import NodeLoad, TableLoad, predict
 from tierd.controller.readtime import PAPER_DISK
+from tierd.daemon.windows import load_windows, window_ms_of
 from tierd.errors import TraceError, WindowsMissingError
 from tierd.tools import plots as drawing
 from tierd.tools.trace import curve_of
-from tierd.tools.windows import load_windows, window_ms_of
 from tierd.types import SeenSet
 
 if TYPE_CHECKING:
