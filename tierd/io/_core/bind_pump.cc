@@ -50,6 +50,7 @@ nb::dict ring_counters(const RingCounters& c) {
     d["failed"] = failed;
     d["jumps"] = c.jumps;
     d["takeovers"] = c.takeovers;
+    d["staged"] = c.staged;
     d["read_ns"] = c.read_ns;
     return d;
 }
@@ -150,7 +151,8 @@ void bind_pump(nb::module_& m) {
              "Leave a simulated pump as a killed process would: nothing more is answered.")
         .def("stats", &stats,
              "Plain counters: requests, pages (of requests answered ok), failed {status: requests},\n"
-             "jumps (nonsense doorbells), takeovers, read_ns (of all requests,\n"
+             "jumps (nonsense doorbells), takeovers, staged (pages found where a\n"
+             "hint left them), read_ns (of all requests,\n"
              "from seeing the doorbell to answering), reads, retries, crc_checked, in_flight,\n"
              "in_flight_max, parks, wakes, beats, cpu_user_ns and cpu_system_ns of the pump's\n"
              "thread, latency_us (reads from submission to reaping; entry i counts those below\n"

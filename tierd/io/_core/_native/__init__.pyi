@@ -152,7 +152,8 @@ class Pump:
     def stats(self) -> dict:
         """
         Plain counters: requests, pages (of requests answered ok), failed {status: requests},
-        jumps (nonsense doorbells), takeovers, read_ns (of all requests,
+        jumps (nonsense doorbells), takeovers, staged (pages found where a
+        hint left them), read_ns (of all requests,
         from seeing the doorbell to answering), reads, retries, crc_checked, in_flight,
         in_flight_max, parks, wakes, beats, cpu_user_ns and cpu_system_ns of the pump's
         thread, latency_us (reads from submission to reaping; entry i counts those below
