@@ -20,7 +20,7 @@ import numpy as np
 
 from bench import splits
 from bench.record import ROOT, record, save
-from bench.traces import decode_ids
+from bench.traces import Feed
 from tierd.controller import split as climber
 from tierd.controller.curves import RATE, CurveSampler, sampled
 from tierd.controller.distances import miss_ratios, stack_distances
@@ -51,9 +51,8 @@ def curves(quick: bool) -> list[Found]:
     """Sampled curves beside exact ones, at 16 sizes, for both layers of both kinds of sessions."""
     detail, spent, held = {}, [], 0
     for kind in ("agent", "chat"):
-        ids = decode_ids(
-            tokens(), kind, batch=128, steps=200 if quick else 1600, ranks=1, rows=ROWS
-        )
+        feed = Feed(tokens(), kind, rows=ROWS, ranks=1)
+        ids = feed.take(128, 200 if quick else 1600).steps
         for layer in range(ids.shape[1]):
             rows = ids[:, layer]
             sampler = CurveSampler()
@@ -147,14 +146,20 @@ def _play(
 
 
 def _real() -> tuple[splits.Scenario, list[list[NDArray[np.int64]]]]:
-    """Agent sessions through the paper's 1M rows of one rank."""
-    steps = WARM + 3 * splits.MINUTE
-    ids = decode_ids(tokens(), "agent", batch=128, steps=steps, ranks=4, rows=ROWS)
-    traffic = []
-    for layer in range(ids.shape[1]):
-        _, dense = np.unique(ids[:, layer], return_inverse=True)
-        traffic.append([np.unique(step) for step in dense.reshape(steps, -1)])
-    scenario = splits.Scenario("real", (0.27, 9.35), lambda *_: traffic, sets=32768)
+    """Agent sessions, prefills too, through the paper's 1M rows of one rank."""
+    steps = WARM + splits.MINUTE + splits.MINUTE // 2
+    # Half the places and twice the columns: as many lookups a step, and sessions last twice as long.
+    found = Feed(tokens(), "agent", rows=ROWS, ranks=2).take(64, steps)
+    traffic, prefill = [], []
+    for layer in range(2):
+        parts = [np.unique(step) for step in found.steps[:, layer]]
+        brought = [None if rows is None else np.unique(rows[layer]) for rows in found.prefill]
+        every = np.unique(np.concatenate([*parts, *(rows for rows in brought if rows is not None)]))
+        traffic.append([np.searchsorted(every, rows) for rows in parts])
+        prefill.append([None if rows is None else np.searchsorted(every, rows) for rows in brought])
+    scenario = splits.Scenario(
+        "real", (0.27, 9.35), lambda *_: traffic, sets=32768, prefill=prefill
+    )
     return scenario, traffic
 
 

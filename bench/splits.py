@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tierd.controller import split as climber
-from tierd.controller.curves import CurveSampler, sampled
+from tierd.controller.curves import CurveSampler, Phase, sampled
 from tierd.controller.exposure import stalls_ms
 from tierd.controller.load import NodeLoad, TableLoad
 from tierd.controller.readtime import PAPER_DISK, ReadFit, ReadTime, reads_ms
@@ -41,6 +41,7 @@ class Scenario:
         sets: sets of the cache; 32 ways.
         disk: the device that all tables share.
         rate: share of rows that is sampled.
+        prefill: per table and step, distinct rows that a prefill brings in before it; may be empty.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Scenario:
     sets: int
     disk: ReadTime = PAPER_DISK
     rate: float = 1 / 128
+    prefill: list[list[NDArray[np.int64] | None]] = dataclasses.field(default_factory=list)
 
 
 class Cache:
@@ -71,7 +73,7 @@ class Cache:
         self._used[last[starts]] -= np.diff(starts, append=len(last))
         # A row that was resident moves, one that was not comes.
         self._last[rows] = step
-        self._used[step] = len(rows)
+        self._used[step] += len(rows)
         self.resident += missing
         return missing
 
@@ -110,7 +112,7 @@ def play(
     """Play all steps of the traffic; with `follow` the climber decides from `hold_until` on."""
     steps, tables = len(traffic[0]), len(traffic)
     rng = np.random.default_rng(seed)
-    caches = [Cache(_rows(one), steps) for one in traffic]
+    caches = [Cache(_rows(n, scenario, one), steps) for n, one in enumerate(traffic)]
     windows = np.array(scenario.windows_ms)
     seen_windows = windows * np.array(PROBE_ERROR[:tables])
     shares = np.ones((tables, 1))
@@ -122,6 +124,10 @@ def play(
     pages, times = np.zeros((steps, tables)), np.zeros((steps, tables))
     for step in range(steps):
         for n, (cache, one) in enumerate(zip(caches, traffic, strict=True)):
+            if scenario.prefill and (rows := scenario.prefill[n][step]) is not None:
+                cache.use(rows, step)
+                chosen = rows[sampled(rows, scenario.rate)]
+                samplers[n].add(chosen, lookups=len(rows), phase=Phase.PREFILL)
             pages[step, n] = cache.use(one[step], step)[0]
         _evict(caches, state.ways, scenario.sets, step)
         if step % STEPS_PER_S != STEPS_PER_S - 1:
@@ -160,8 +166,11 @@ def play(
     return out
 
 
-def _rows(traffic: list[NDArray[np.int64]]) -> int:
-    return int(max(rows.max(initial=0) for rows in traffic)) + 1
+def _rows(table: int, scenario: Scenario, traffic: list[NDArray[np.int64]]) -> int:
+    brought = (
+        [rows for rows in scenario.prefill[table] if rows is not None] if scenario.prefill else []
+    )
+    return int(max(rows.max(initial=0) for rows in [*traffic, *brought])) + 1
 
 
 def _evict(caches: list[Cache], ways: tuple[int, ...], sets: int, step: int) -> None:
@@ -209,8 +218,11 @@ def fixed(
     missing: dict[tuple[int, int], NDArray[np.float64]] = {}
     for n in range(tables):
         ways = np.array(sorted({split[n] for split in splits}))
-        cache, found = Cache(_rows(traffic[n]), steps, len(ways)), np.zeros((steps, len(ways)))
+        cache = Cache(_rows(n, scenario, traffic[n]), steps, len(ways))
+        found = np.zeros((steps, len(ways)))
         for at in range(steps):
+            if scenario.prefill and (rows := scenario.prefill[n][at]) is not None:
+                cache.use(rows, at)
             found[at] = cache.use(traffic[n][at], at)
             cache.shrink(ways * scenario.sets, at)
         missing |= {(n, int(way)): found[:, place] for place, way in enumerate(ways)}

@@ -40,6 +40,7 @@ class RingState:
         lookups, misses: per step, recent mean; misses are pages to read.
         stall_ms: per step, recent mean.
         lost: samples that were overwritten before they were read.
+        waiting: counted, of a step that has not ended.
     """
 
     sampler: CurveSampler
@@ -48,6 +49,7 @@ class RingState:
     misses: float = 0.0
     stall_ms: float = 0.0
     lost: int = 0
+    waiting: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def take(self, look: RingLook, half_life: float) -> None:
         """Take one look in.
@@ -56,17 +58,19 @@ class RingState:
             look: what was counted and sampled.
             half_life: lookups after which the curves forget half.
         """
-        gained, steps = look.gained, look.gained["steps"]
-        if steps > 0:
+        # A look may fall between a step's lookups and its end: they wait for the step they are of.
+        gained = {name: self.waiting.get(name, 0) + more for name, more in look.gained.items()}
+        self.waiting = gained if gained["steps"] == 0 else {}
+        if steps := gained["steps"]:
             self.steps += steps
-            keep = max(0.5 ** (steps / MEAN_STEPS), 1 - steps / self.steps)
+            keep = min(0.5 ** (steps / MEAN_STEPS), 1 - steps / self.steps)
             self.lookups = keep * self.lookups + (1 - keep) * gained["lookups"] / steps
             missed = (gained["misses"] + gained["bypasses"]) / steps
             self.misses = keep * self.misses + (1 - keep) * missed
             stall = gained["stall_ns"] / 1e6 / steps
             self.stall_ms = keep * self.stall_ms + (1 - keep) * stall
         if look.samples is not None:
-            self._sample(look.samples, gained["lookups"], half_life)
+            self._sample(look.samples, look.gained["lookups"], half_life)
 
     def _sample(self, samples: RowSamples, lookups: int, half_life: float) -> None:
         """Feed the sampler, at no more than ``RATE``: that is what keeps its cost small."""
@@ -97,9 +101,7 @@ class ClientWatch:
     def __init__(self, client: AttachedClient) -> None:
         self.client = client
         self.rings = [RingState(CurveSampler()) for _ in client.view.rings]
-        self._last = [client.view.stats(ring) for ring in range(len(client.view.rings))]
-        for ring in range(len(client.view.rings)):
-            client.view.read_samples(ring)  # what came before has no count beside it
+        self._last = [dict.fromkeys(_COUNTED, 0) for _ in client.view.rings]
 
     def look(self) -> list[RingLook]:
         """Read what happened since the last look; on the event loop, while the client is there."""
