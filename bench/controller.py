@@ -148,7 +148,7 @@ def _play(
 def _real() -> tuple[splits.Scenario, list[list[NDArray[np.int64]]]]:
     """Agent sessions, prefills too, through the paper's 1M rows of one rank."""
     steps = WARM + splits.MINUTE + splits.MINUTE // 2
-    # Half the places and twice the columns: as many lookups a step, and sessions last twice as long.
+    # Half the places, twice the columns: as many lookups a step, and sessions last twice as long.
     found = Feed(tokens(), "agent", rows=ROWS, ranks=2).take(64, steps)
     traffic, prefill = [], []
     for layer in range(2):

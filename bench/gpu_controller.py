@@ -33,17 +33,18 @@ SPLITS = ((0, 0), (16, 16), (0, 32), (32, 0))
 PLAN: tuple[tuple[str, tuple[int, ...], tuple[tuple[int, int], ...], bool], ...] = (
     ("one", (128, 8, 32), SPLITS, False),
     ("one", (128, 8, 32), ((0, 0),), True),
-    ("one", (64, 192, 256), SPLITS, False),
-    ("one", (64, 256), ((0, 0),), True),
+    ("slow", (128, 256), ((0, 0), (32, 0)), False),
     ("four", (8, 64, 128, 256), ((0, 0), (16, 16), (24, 8)), False),
     ("remote", (8, 128, 256), ((0, 0), (16, 16)), False),
-    ("slow", (128, 256), ((0, 0), (32, 0)), False),
+    ("one", (64, 192, 256), SPLITS, False),
+    ("one", (64, 256), ((0, 0),), True),
 )
 DELAYS_US = {0: (350.0, 600.0, 1000.0), 1: (9_000.0, 10_500.0, 13_000.0)}
 
 
-def run(out: Path, steps: int) -> None:
-    """Play the plan; a JSON line per run."""
+def run(out: Path, steps: int, seconds: float) -> None:
+    """Play the plan; a JSON line per run. No run begins after so many seconds."""
+    started = time.perf_counter()
     from bench.gpu_rig import bed
     from bench.gpu_step import Played, Shape, Step
 
@@ -70,7 +71,7 @@ def run(out: Path, steps: int) -> None:
             played = Played(delay, 0.0, transport="memory")
             with bed(**options, **played.bed(), quotas=(0, 0)) as made:
                 step = Step(made, shape(PROBED), layer == 1)
-                found = _play(step, _ids(made, shape(PROBED), steps), 2)
+                found = _play(step, _ids(made, shape(PROBED), 20), 2)
                 step.close()
             note(kind="probe", layer=layer, delay_us=delay, **found)
     order = 0
@@ -82,6 +83,8 @@ def run(out: Path, steps: int) -> None:
                 ids = _ids(made, shape(batch), steps + 2)
                 for quotas in splits:
                     began = time.perf_counter()
+                    if began - started > seconds:
+                        continue
                     _set_quotas(made, quotas)
                     if any(quotas):
                         _warm(made, quotas)
@@ -283,12 +286,13 @@ def main() -> None:
     parser.add_argument("raw", nargs="?", type=Path)
     parser.add_argument("--out", type=Path, default=Path("controller_raw.jsonl"))
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--seconds", type=float, default=600)
     for name in ("commit", "machine", "torch", "triton", "date"):
         parser.add_argument(f"--{name}", default="unknown")
     options = parser.parse_args()
     match options.what:
         case "run":
-            run(options.out, options.steps)
+            run(options.out, options.steps, options.seconds)
         case "judge":
             print(json.dumps(judge(options.raw), indent=1))
         case _:
