@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from enum import StrEnum
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class TableKind(StrEnum):
@@ -124,3 +128,71 @@ class Extent:
     first_page: int
     pages: int
     device_page: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowSamples:
+    """Row numbers of one table that its client looked up, sampled by a hash of the row (SHARDS).
+
+    Attributes:
+        table: the client's table number.
+        rows: int64 [n], in the order of the lookups (within one kick in any order).
+        stamps: int64 [n], low 24 bits of the number of the kick; tables that share a row cache
+            share the counter.
+        prefill: bool [n], asked for by a prefill or a warm-up.
+        rate: the share of all rows that is sampled; a distance counted in samples is to be
+            divided by it.
+        lost: samples that were overwritten before they were read.
+    """
+
+    table: int
+    rows: NDArray[np.int64]
+    stamps: NDArray[np.int64]
+    prefill: NDArray[np.bool_]
+    rate: float
+    lost: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProbedWindows:
+    """What the window probe found for one model on one GPU (docs/probe.md; SlackTier 6.3).
+
+    Attributes:
+        gpu: the GPU's name, as CUDA tells it.
+        engine: name and version of the engine that ran the steps.
+        model: the name under which the model's tables are staged.
+        versions: of what a window depends on: tierd, torch, driver and so on.
+        date: ISO 8601, UTC.
+        step_s: batch size -> length of an undelayed step, seconds.
+        layers: layer -> batch size -> window: seconds from step start until the layer needs its
+            rows. A window as long as the longest delay tried is a lower bound.
+    """
+
+    gpu: str
+    engine: str
+    model: str
+    versions: dict[str, str]
+    date: str
+    step_s: dict[int, float]
+    layers: dict[int, dict[int, float]]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dict; JSON has no integer keys, so they become text."""
+        data = dataclasses.asdict(self)
+        data["step_s"] = {str(batch): value for batch, value in self.step_s.items()}
+        data["layers"] = {
+            str(layer): {str(batch): {"window_s": value} for batch, value in windows.items()}
+            for layer, windows in self.layers.items()
+        }
+        return data
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """Build from :meth:`to_json`'s dict; unknown keys are ignored (newer writers)."""
+        known = {f.name: data[f.name] for f in dataclasses.fields(cls)}
+        known["step_s"] = {int(batch): float(value) for batch, value in data["step_s"].items()}
+        known["layers"] = {
+            int(layer): {int(batch): float(one["window_s"]) for batch, one in windows.items()}
+            for layer, windows in data["layers"].items()
+        }
+        return cls(**known)

@@ -21,7 +21,7 @@ from tests.daemons import Daemon, Node, engram_node, make_node, running
 from tierd.api import rest_client
 from tierd.daemon.attach import INLINE_BYTES_MAX
 from tierd.errors import AttachError, RowError
-from tierd.gpu.client import Client, TableClient, list_images
+from tierd.gpu.client import Client, list_images
 from tierd.io import _core, wire
 from tierd.io.store import Store
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from multiprocessing.connection import Connection
 
+    from tierd.gpu.tables import Table
     from tierd.types import ImageInfo
 
 spawn = multiprocessing.get_context("spawn")
@@ -66,7 +67,7 @@ def expected(node: Node, info: ImageInfo, ids: np.ndarray) -> np.ndarray:
     return _core.decode_rows(rows, info.table.dim, info.table.row_format.value)
 
 
-def assert_rows(node: Node, table: TableClient, ids: np.ndarray, *, kick: bool = True) -> None:
+def assert_rows(node: Node, table: Table, ids: np.ndarray, *, kick: bool = True) -> None:
     out = np.zeros((*ids.shape, table.info.table.dim), np.uint16)
     if kick:
         table.kick(ids)
@@ -310,7 +311,7 @@ def make_channel(rings: int = 1, rows_max: int = 8, arena_pages: int = 16) -> An
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"abi": 2}, "attach ABI 2, the daemon 1"),
+        ({"abi": 3}, "attach ABI 3, the daemon 1 to 2"),
         ({"engine": "x" * 65}, "attach: engine"),
         ({"engine": "a\nb"}, "attach: engine"),
         ({"rank": 1}, "rank 1 of 1"),
@@ -440,7 +441,7 @@ def test_what_cannot_be_attached(daemon: Daemon, node: Node) -> None:
     [
         (b"rubbish", "malformed"),
         (b"", "went away"),
-        (json.dumps({"ok": True, "abi": 2}).encode(), "speaks attach ABI 2"),
+        (json.dumps({"ok": True, "abi": 3}).encode(), "speaks attach ABI 3"),
         (json.dumps({"ok": False, "message": "no"}).encode(), "refused hello: no"),
     ],
 )

@@ -21,7 +21,8 @@ POINTERS = {
     "control64": "*i64", "missed_at": "*i32", "missed_rows": "*i64",
     "descriptors": "*i32", "arena": "*i32", "slots": "*i32", "fault": "*i64",
     "stats": "*i64", "host_stats": "*i64", "out": "*bf16", "arena_bytes": "*u8", "image": "*i32",
-    "arena_elements": "*i16", "image_elements": "*i16",
+    "samples": "*i64", "samples_written": "*i64", "arena_elements": "*i16",
+    "image_elements": "*i16",
 }  # fmt: skip
 WIDE = {"arena_g_words", "key0", "key1", "timeout_ns", "grace_ns", "rows", "row_hi", "table_rows"}
 GEOMETRY = {"ROWS_PER_PAGE": 15, "ROW_WORDS": 66, "BLOCK": 128}

@@ -95,13 +95,14 @@ def test_header_and_layout() -> None:
         entry = data[at : at + p.RING_ENTRY_BYTES]
         control, descriptors, arena_d, arena_g, stats, samples = entry[:48].view(np.uint64)
         assert entry[48:].view(np.uint32).tolist() == [rows_max, pages, table, flags]
-        assert samples == 0
+        assert samples % 64 == 0
         assert arena_d % 4096 == arena_g % 4096 == 0
         assert control % 64 == descriptors % 64 == stats % 64 == 0
         spans += [
             (control, p.CONTROL_BYTES),
             (descriptors, p.RING_DEPTH * p.descriptor_bytes(rows_max)),
             (stats, p.STATS_BYTES),
+            (samples, p.SAMPLE_HEADER_BYTES + 8 * p.SAMPLE_CAPACITY),
             (arena_d, pages * 4096),
             (arena_g, pages * 4096),
         ]

@@ -5,59 +5,54 @@
     table.kick(ids)            # when the token ids are known
     table.gather(ids, out)     # where the layer needs the rows
 
-The daemon may start later than the engine: attach waits for it, at most ``wait_s``.
+The daemon may start later than the engine: attach waits for it, at most ``wait_s``. With
+``TableOptions(device="cuda:0")`` the tables take and give tensors of that GPU, and may be captured
+in its graphs. Once attached, the engine outlives its daemons: see gpu/keeper.py.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import json
-import logging
 import os
-import socket
-import time
 import uuid
+import weakref
 from typing import TYPE_CHECKING, Any, Self
 
-from tierd.errors import AttachError, RowError
-from tierd.gpu import caches
-from tierd.io import _core, wire
-from tierd.types import ImageInfo, RowFormat
+from tierd.errors import AttachError
+from tierd.gpu.keeper import Keeper
+from tierd.gpu.link import Link
+from tierd.gpu.tables import TableOptions, by_names, move_quotas
+from tierd.gpu.twin_tables import TableClient, make_twins
+from tierd.io import _core, samples, wire
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
+
+    import torch
+
+    from tierd.gpu.audit import Audit, ImageRows, RowJudge
+    from tierd.gpu.tables import Table
+    from tierd.types import ImageInfo
 
 DEFAULT_SOCKET = "/run/tierd/engine.sock"
 IMAGES_MAX = 64  # one ring each; a table number has 6 bits
-ANSWER_TIMEOUT_S = 60.0  # registering large arenas takes the daemon a while
-_RETRY_S = 0.05
-_NOTICE_AFTER_S = 1.0
-_START = "; run: systemctl start tierd"
-
-log = logging.getLogger("tierd")
 
 
 class Client:
     """One engine rank, attached. Made by :meth:`attach`; also a context manager.
 
     Attributes:
-        client_id: the daemon's name for this client.
-        boot_id: identity of the daemon's run; another one after it was restarted.
-        daemon_pid: the daemon's process.
+        keeper: the guardian, and the connection to whichever daemon is there.
     """
 
     def __init__(
-        self, link: _Link, channel: Any, images: Sequence[ImageInfo], tables: dict[str, TableClient]
+        self, keeper: Keeper, channel: Any, images: Sequence[ImageInfo], tables: dict[str, Table]
     ) -> None:
-        self._link = link
+        self.keeper = keeper
         self._channel = channel
         self._images = tuple(images)
         self._tables = tables
-        self._pid = os.getpid()
-        self.client_id: str = ""
-        self.boot_id = link.boot_id
-        self.daemon_pid = link.daemon_pid
+        # Also when the engine ends without a close: the daemon then knows that it was no accident.
+        self._finalizer = weakref.finalize(self, keeper.close)
 
     @classmethod
     def attach(
@@ -72,6 +67,7 @@ class Client:
         world: int = 1,
         wait_s: float = 30.0,
         arena_pages: int | None = None,
+        options: TableOptions | None = None,
     ) -> Self:
         """Attach to a daemon and make a table of each image.
 
@@ -85,15 +81,22 @@ class Client:
             world: ranks of the engine.
             wait_s: how long to wait for a daemon that is not there yet, seconds.
             arena_pages: pages of each arena; None makes room for two full requests.
+            options: how the tables are wanted: on which device, which rows, audited or not.
 
         Raises:
             AttachError: no daemon, or it refused; the text says which and what to do.
+            HookError: no such GPU, not enough memory on it, or a graph is being captured.
         """
         images = tuple(images)
         _check_images(images)
-        link = _Link.connect(os.fspath(socket_path), wait_s)
+        options = options or TableOptions()
+        options.check(images)
+        device = _check_device(options)
+        path = os.fspath(socket_path)
+        link = Link.connect(path, wait_s)
         try:
             return cls._attach_over(
+                path,
                 link,
                 images,
                 engine=engine,
@@ -102,6 +105,8 @@ class Client:
                 rank=rank,
                 world=world,
                 arena_pages=2 * rows_max if arena_pages is None else arena_pages,
+                options=options,
+                device=device,
             )
         except BaseException:
             link.close()
@@ -110,7 +115,8 @@ class Client:
     @classmethod
     def _attach_over(
         cls,
-        link: _Link,
+        path: str,
+        link: Link,
         images: tuple[ImageInfo, ...],
         *,
         engine: str,
@@ -119,14 +125,21 @@ class Client:
         rank: int,
         world: int,
         arena_pages: int,
+        options: TableOptions,
+        device: torch.device | None,
     ) -> Self:
-        rings = [(rows_max, arena_pages, number, 0) for number in range(len(images))]
+        flags = int(_core.protocol.RING_FLAG_GUARDED)
+        if device is not None:
+            flags |= int(_core.protocol.RING_FLAG_GPU)
+        rings = [(rows_max, arena_pages, number, flags) for number in range(len(images))]
         try:
             channel = _core.Channel(
                 rank=rank, world=world, client_id=uuid.uuid4().bytes, rings=rings
             )
         except (ValueError, OSError) as error:
             raise AttachError(f"no channel of {len(rings)} rings can be made: {error}") from None
+        if options.sample_rate is not None:
+            _set_sample_rate(channel, options.sample_rate)
         request = {
             "op": "attach",
             "abi": wire.ABI,
@@ -139,13 +152,17 @@ class Client:
                 for image in images
             ],
         }
-        answer = link.attach(request, channel.fd)
-        tables = _make_tables(images, channel, link, cache_rows)
-        client = cls(link, channel, images, tables)
-        client.client_id = answer["client"]
-        return client
+        link.attach(request, channel.fd)
+        tables = _make_tables(
+            images, channel, link, cache_rows=cache_rows, options=options, device=device
+        )
+        keeper = Keeper(path, link, channel, request)
+        for table in tables.values():
+            if isinstance(table, TableClient):  # a GPU rings no pump
+                keeper.on_rewake(table.rewaker())
+        return cls(keeper, channel, images, tables)
 
-    def table(self, name: str) -> TableClient:
+    def table(self, name: str) -> Table:
         """Return a table by its name, such as ``layers.1.engram``, or by ``model/table``.
 
         Raises:
@@ -156,6 +173,33 @@ class Client:
             raise AttachError(f"table {name} is not attached; there are: {known}")
         return self._tables[name]
 
+    def set_quotas(self, quotas: dict[str, int]) -> None:
+        """Change several tables' ways per set together: what some give up, others may take.
+
+        Args:
+            quotas: table name -> ways, of 32 in each cache.
+
+        Raises:
+            AttachError: a table that this client did not attach.
+            HookError, ValueError: more ways than a set has; some may have changed.
+        """
+        move_quotas(self._tables, quotas)
+
+    @property
+    def client_id(self) -> str:
+        """The daemon's name for this client."""
+        return self.keeper.link.client_id
+
+    @property
+    def boot_id(self) -> str:
+        """Identity of the daemon's run; another one after it was restarted."""
+        return self.keeper.link.boot_id
+
+    @property
+    def daemon_pid(self) -> int:
+        """The daemon's process, or that of the last one."""
+        return self.keeper.link.daemon_pid
+
     @property
     def attached(self) -> tuple[ImageInfo, ...]:
         """The images of this client, in ring order."""
@@ -163,7 +207,7 @@ class Client:
 
     def images(self, model: str | None = None) -> list[ImageInfo]:
         """Return the images that the daemon serves, attached or not."""
-        return self._link.images(model)
+        return self.keeper.link.images(model)
 
     def close(self) -> None:
         """Detach: the daemon drains the rings and lets go of the channel. Idempotent.
@@ -172,10 +216,7 @@ class Client:
         """
         for table in self._tables.values():
             table.close()
-        if os.getpid() == self._pid:
-            self._link.detach()
-        else:
-            self._link.close()
+        self._finalizer()
         self._channel = None  # its memory goes now, not when this object does
 
     def __enter__(self) -> Self:
@@ -183,83 +224,6 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class TableClient:
-    """One attached table.
-
-    Attributes:
-        info: the image it reads.
-        quota: ways of each set of the cache that it may hold.
-    """
-
-    def __init__(self, info: ImageInfo, twin: Any, *, quota: int, device: str) -> None:
-        self.info = info
-        self.quota = quota
-        self._twin = twin
-        self._device = device
-
-    @property
-    def raw(self) -> bool:
-        """Whether rows are served as bytes rather than as bf16."""
-        return self.info.table.row_format == RowFormat.RAW
-
-    def kick(self, ids: Any) -> None:
-        """Start reading the rows that are not cached.
-
-        Args:
-            ids: int64 or int32 row numbers of any shape; numpy or a CPU torch tensor.
-
-        Raises:
-            IndexError: an id is outside the table; nothing has changed then.
-            RowError: an earlier request that was in the way failed.
-        """
-        with self._explained():
-            self._open().kick(ids)
-
-    def gather(self, ids: Any, out: Any) -> None:
-        """Wait for the rows and write them to ``out``.
-
-        Args:
-            ids: int64 or int32 row numbers of any shape, usually those that were kicked.
-            out: numpy or CPU torch, contiguous; bf16 (or 16-bit integers) [*ids.shape, dim], and
-                for raw tables u8 [*ids.shape, row_bytes].
-
-        Raises:
-            IndexError: an id is outside the table.
-            RowError: a row could not be read, or is not what was staged. ``out`` is undefined.
-        """
-        with self._explained():
-            self._open().gather(ids, out)
-
-    def set_quota(self, ways: int) -> None:
-        """Change how many ways of each set this table may hold; nothing is flushed."""
-        self._open().set_quota(ways)
-        self.quota = ways
-
-    def stats(self) -> dict[str, int]:
-        """Return the counters of protocol.md's RingStats, since attach."""
-        return dict(self._open().stats())
-
-    def close(self) -> None:
-        """Refuse further use; :meth:`Client.close` calls this."""
-        self._twin = None
-
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Turn the core's failures into an error that says which image, and what to run."""
-        try:
-            yield
-        except RuntimeError as error:
-            cure = f"run: tierd verify --device {self._device} {self.info.name}"
-            if "timeout" in str(error):
-                cure = "run: tierd status"
-            raise RowError(f"{self.info.name}: {error}; {cure}") from None
-
-    def _open(self) -> Any:
-        if self._twin is None:
-            raise RowError(f"{self.info.name}: the client has been closed")
-        return self._twin
 
 
 def list_images(
@@ -270,133 +234,81 @@ def list_images(
     Raises:
         AttachError: no daemon within ``wait_s`` seconds.
     """
-    link = _Link.connect(os.fspath(socket_path), wait_s)
+    link = Link.connect(os.fspath(socket_path), wait_s)
     try:
         return link.images(model)
     finally:
         link.close()
 
 
-class _Link:
-    """The socket to the daemon, and what the daemon sent over it."""
+def _check_device(options: TableOptions) -> torch.device | None:
+    if options.device is None:
+        return None
+    from tierd.gpu import device_tables  # noqa: PLC0415 - the CPU twin does without triton
 
-    def __init__(self, sock: socket.socket, path: str, hello: dict[str, Any]) -> None:
-        self._sock: socket.socket | None = sock
-        self._path = path
-        self.boot_id = str(hello.get("boot_id", ""))
-        self.daemon_pid = int(hello.get("pid", 0))
-        self.wake_fd = -1
-        self.device_fds: list[int] = []
-        self.devices: dict[str, str] = {}  # uuid -> path
-        self.map: dict[str, Any] = {}
+    return device_tables.check_device(options.device)
 
-    @classmethod
-    def connect(cls, path: str, wait_s: float) -> Self:
-        sock = _connect(path, wait_s)
-        try:
-            sock.settimeout(ANSWER_TIMEOUT_S)
-            answer, fds = _exchange(sock, path, {"op": "hello", "abi": wire.ABI})
-            wire.close_all(fds)
-            if answer.get("abi") != wire.ABI:
-                raise AttachError(
-                    f"{path}: the daemon speaks attach ABI {answer.get('abi')}, this engine's "
-                    f"tierd {wire.ABI}; install the same tierd on both sides"
-                )
-            return cls(sock, path, answer)
-        except BaseException:
-            sock.close()
-            raise
 
-    def ask(
-        self, message: dict[str, Any], fds: Sequence[int] = ()
-    ) -> tuple[dict[str, Any], list[int]]:
-        if self._sock is None:
-            raise AttachError("the client has been closed")
-        return _exchange(self._sock, self._path, message, fds)
-
-    def images(self, model: str | None) -> list[ImageInfo]:
-        answer, fds = self.ask({"op": "images", "model": model})
-        try:
-            listed = answer.get("images")
-            if listed is None:
-                listed = json.loads(_read_fd(fds[0], int(answer["images_bytes"])))
-            return [ImageInfo.from_json(image) for image in listed]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise AttachError(f"{self._path}: unusable image list: {error!r}") from None
-        finally:
-            wire.close_all(fds)
-
-    def attach(self, request: dict[str, Any], channel_fd: int) -> dict[str, Any]:
-        answer, fds = self.ask(request, [channel_fd])
-        devices = answer.get("devices")
-        if not isinstance(devices, list) or len(fds) != 2 + len(devices):
-            wire.close_all(fds)
-            raise AttachError(f"{self._path}: the daemon's answer lacks descriptors")
-        self.wake_fd, map_fd, *self.device_fds = fds
-        self.devices = {device["uuid"]: device["path"] for device in devices}
-        try:
-            self.map = json.loads(_read_fd(map_fd, int(answer["map_bytes"])))
-        finally:
-            os.close(map_fd)
-        return answer
-
-    def detach(self) -> None:
-        """Detach if the daemon still lives; it drops a closed socket's client anyway."""
-        if self._sock is None:
-            return
-        with contextlib.suppress(AttachError):
-            _, fds = self.ask({"op": "detach"})
-            wire.close_all(fds)
-        self.close()
-
-    def close(self) -> None:
-        if self._sock is not None:
-            self._sock.close()
-            self._sock = None
-        if self.wake_fd >= 0:
-            os.close(self.wake_fd)
-            self.wake_fd = -1
-        wire.close_all(self.device_fds)
-        self.device_fds = []
-
-    def device_of(self, image: ImageInfo) -> str:
-        """Return the path of the device that holds most of an image, for error texts."""
-        for entry in self.map.get("images", []):
-            if int(entry["image_id"], 16) == image.image_id and entry["devices"]:
-                return self.devices.get(entry["devices"][0]["uuid"], "DEVICE")
-        return "DEVICE"
+def _set_sample_rate(channel: Any, rate: float) -> None:
+    protocol = _core.protocol
+    memory = channel.buffer()
+    for ring in range(channel.ring_count):
+        at = protocol.OFFSET_RINGS + ring * protocol.RING_ENTRY_BYTES + 40  # RingEntry.samples
+        samples.set_sample_rate(memory, int(memory[at : at + 8].view("<u8")[0]), rate)
 
 
 def _make_tables(
-    images: Sequence[ImageInfo], channel: Any, link: _Link, cache_rows: int
-) -> dict[str, TableClient]:
-    made: dict[int, TableClient] = {}
-    for part in caches.plan([image.table for image in images], cache_rows):
-        cache = _core.RowCache(sets=part.sets, row_bytes=part.row_bytes)
-        for index, quota in part.quotas.items():
-            image = images[index]
-            twin = _core.TwinTable(
-                cache,
-                channel,
-                index,
-                link.wake_fd,
-                table=index,
-                image_id=image.image_id,
-                generation=image.generation,
-                rows=image.table.rows,
-                dim=image.table.dim,
-                row_format=image.table.row_format.value,
-                quota=quota,
-            )
-            device = link.device_of(image)
-            made[index] = TableClient(image, twin, quota=quota, device=device)
-    tables = {}
-    names = [image.table.name for image in images]
-    for index, image in enumerate(images):
-        tables[image.name] = made[index]
-        if names.count(image.table.name) == 1:  # two models may name their tables alike
-            tables[image.table.name] = made[index]
-    return tables
+    images: tuple[ImageInfo, ...],
+    channel: Any,
+    link: Link,
+    *,
+    cache_rows: int,
+    options: TableOptions,
+    device: torch.device | None,
+) -> dict[str, Table]:
+    audits: dict[int, Audit] = {}
+    try:
+        if options.audit_every:
+            for index, image in enumerate(images):
+                audits[index] = _make_audit(image, link, options, device)
+        shared: dict[str, Any] = {
+            "options": options,
+            "cache_rows": cache_rows,
+            "audits": audits,
+        }
+        if device is None:
+            paths = {index: link.device_of(image) for index, image in enumerate(images)}
+            twins = make_twins(images, channel, wake_fd=link.wake_fd, devices=paths, **shared)
+            return by_names(images, twins)
+        from tierd.gpu import device_tables  # noqa: PLC0415 - as above
+
+        made = device_tables.make_tables(images, channel, device, dram=link.dram, **shared)
+        return by_names(images, made)
+    except BaseException:
+        for audit in audits.values():
+            audit.close()
+        raise
+
+
+def _make_audit(
+    image: ImageInfo, link: Link, options: TableOptions, device: torch.device | None
+) -> Audit:
+    """Build what audits a table: an oracle over the devices, and who asks it."""
+    from tierd.gpu import audit  # noqa: PLC0415 - only who audits needs torch here
+
+    entry = next(
+        entry for entry in link.map["images"] if int(entry["image_id"], 16) == image.image_id
+    )
+    fds = dict(zip(link.devices, link.device_fds, strict=True))
+    rows: ImageRows = audit.image_rows(image, entry, fds)
+    judge: RowJudge = audit.RowJudge(
+        image, rows.read, owned=options.rows_of(image), canonical_zero=options.canonical_zero
+    )
+    if device is None:
+        return audit.HostAudit(judge, options.audit_every, rows.close)
+    from tierd.gpu.device_audit import DeviceAudit  # noqa: PLC0415 - as above
+
+    return DeviceAudit(judge, options.audit_every, device, rows.close)
 
 
 def _check_images(images: tuple[ImageInfo, ...]) -> None:
@@ -408,76 +320,3 @@ def _check_images(images: tuple[ImageInfo, ...]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise AttachError(f"image {name} is listed twice")
-
-
-def _connect(path: str, wait_s: float) -> socket.socket:
-    deadline = time.monotonic() + wait_s
-    noticed = False
-    while True:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        try:
-            sock.connect(path)
-        except OSError as error:
-            sock.close()
-            reason = _connect_error(path, error)
-            if error.errno not in {errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN}:
-                raise AttachError(reason) from None
-            left = deadline - time.monotonic()
-            if left <= 0:
-                waited = f" (waited {wait_s:g} s)" if wait_s > 0 else ""
-                raise AttachError(reason.replace(_START, waited + _START)) from None
-            if not noticed and wait_s - left > _NOTICE_AFTER_S:
-                log.warning("waiting up to %g s for a daemon at %s", wait_s, path)
-                noticed = True
-            time.sleep(min(_RETRY_S, left))
-        else:
-            return sock
-
-
-def _connect_error(path: str, error: OSError) -> str:
-    match error.errno:
-        case errno.ENOENT:
-            return f"{path}: no such socket: tierd does not run here, or listens elsewhere{_START}"
-        case errno.ECONNREFUSED:
-            return f"{path}: nobody listens: tierd has stopped without removing its socket{_START}"
-        case errno.EAGAIN:
-            return f"{path}: too many engines are connecting at once{_START}"
-        case errno.EACCES:
-            return (
-                f"{path}: permission denied: join the group of engine.socket_group, or run as root"
-            )
-        case errno.EPROTOTYPE:
-            return (
-                f"{path}: not an engine socket (is it the REST socket?); use engine.socket's path"
-            )
-        case _:
-            return f"{path}: cannot connect: {error.strerror or error}"
-
-
-def _exchange(
-    sock: socket.socket, path: str, message: dict[str, Any], fds: Sequence[int] = ()
-) -> tuple[dict[str, Any], list[int]]:
-    try:
-        wire.send(sock, message, fds)
-        answer, received = wire.receive(sock)
-    except TimeoutError:
-        text = f"{path}: the daemon did not answer {message['op']} in {ANSWER_TIMEOUT_S:g} s"
-        raise AttachError(text + "; run: tierd status") from None
-    except OSError as error:
-        text = f"{path}: the daemon went away during {message['op']}: {error}"
-        raise AttachError(text + "; run: journalctl -u tierd -n 20") from None
-    if answer.get("ok") is not True:
-        wire.close_all(received)
-        reason = answer.get("message") or answer.get("error") or "no reason given"
-        raise AttachError(f"{path}: the daemon refused {message['op']}: {reason}")
-    return answer, received
-
-
-def _read_fd(fd: int, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = os.pread(fd, size - len(data), len(data))
-        if not part:
-            raise AttachError(f"the daemon's memory file has {len(data)} of {size} bytes")
-        data += part
-    return data

@@ -97,6 +97,9 @@ class DramTable:
             if reason is not None:
                 raise RowError(reason)
 
+    def warm(self, ids: torch.Tensor) -> None:
+        """Do nothing: this tier has no cache."""
+
     def stats(self) -> dict[str, int]:
         """Return RingStats' counters, of which this tier moves few; waits for the GPU."""
         return dict(zip(state.STAT_NAMES, self._stats.tolist(), strict=False))

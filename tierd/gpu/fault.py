@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -29,6 +29,13 @@ EXIT_CODE = 70  # EX_SOFTWARE
 _POLL_S = 0.002
 
 log = logging.getLogger("tierd")
+
+
+class Watched(Protocol):
+    """What may tell why its table cannot be served any more."""
+
+    def reason(self) -> str | None:
+        """Return why, in one line, or None; called every few milliseconds."""
 
 
 class FaultBlock:
@@ -83,12 +90,12 @@ class FaultWatch:
 
     def __init__(self, policy: Callable[[str], None] = end_process) -> None:
         self._policy = policy
-        self._blocks: list[FaultBlock] = []
+        self._blocks: list[Watched] = []
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
-    def add(self, block: FaultBlock) -> None:
+    def add(self, block: Watched) -> None:
         """Watch one more table; the first starts the thread."""
         with self._lock:
             self._blocks.append(block)
@@ -96,7 +103,7 @@ class FaultWatch:
                 self._thread = threading.Thread(target=self._run, name="tierd-faults", daemon=True)
                 self._thread.start()
 
-    def remove(self, block: FaultBlock) -> None:
+    def remove(self, block: Watched) -> None:
         """Stop watching a table."""
         with self._lock:
             self._blocks = [b for b in self._blocks if b is not block]

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from tierd.gpu.kernels_fill import fill_request, set_fault, settle, wait_answer
-from tierd.gpu.kernels_sync import now_ns, pause, release_sys
+from tierd.gpu.kernels_sync import now_ns, pause, release_sys, release_sys_u64, sample_hash
 from tierd.gpu.state import (
     AGE_MAX,
     C_CURSOR,
@@ -44,6 +44,8 @@ from tierd.gpu.state import (
     R_PAGE_TAIL,
     R_PUBLISHED,
     R_RETIRED,
+    R_SAMPLED,
+    R_SHOWN,
     S_BYPASSES,
     S_DEMANDS,
     S_HITS,
@@ -69,6 +71,32 @@ DESC_ZERO = tl.constexpr(-1)  # in a step's descriptors: a row of another rank, 
 DESC_PAGE = tl.constexpr(-2)  # -2 - k: row k of the lane's request, read from its page
 TRIES = tl.constexpr(64)
 COPY_BLOCK = tl.constexpr(256)
+SAMPLES_MASK = tl.constexpr(_P.SAMPLE_CAPACITY - 1)
+SAMPLE_STAMP = tl.constexpr(_P.SAMPLE_STAMP_SHIFT)
+SAMPLE_PHASE = tl.constexpr(_P.SAMPLE_PREFILL.bit_length() - 1)
+
+
+@triton.jit
+def sample_rows(rows, wanted, kick, phase, ring, samples, threshold):
+    """Tell the host which of these rows were looked up, for those that the hash picks.
+
+    `phase`: 1 for a prefill, else 0. The entries count once the kick announces them.
+    """
+    picked = wanted & (sample_hash(rows).to(tl.int64) < threshold)
+    found = tl.sum(picked.to(tl.int32), 0)
+    if found > 0:
+        at = tl.atomic_add(ring + R_SAMPLED, found.to(tl.int64), sem="relaxed")
+        rank = tl.cumsum(picked.to(tl.int32), 0) - 1
+        entry = rows | (phase.to(tl.int64) << SAMPLE_PHASE) | ((kick & STAMP_MASK) << SAMPLE_STAMP)
+        tl.store(samples + ((at + rank) & SAMPLES_MASK), entry, mask=picked)
+
+
+@triton.jit
+def show_samples(sampled, ring, samples_written):
+    """Announce to the host what the kernels before this one have sampled."""
+    if sampled != tl.load(ring + R_SHOWN):
+        tl.store(ring + R_SHOWN, sampled)
+        release_sys_u64(samples_written, sampled)
 
 
 @triton.jit
@@ -117,11 +145,12 @@ def find_victim(entries, ways, table, kick, own_retired, cache):
 
 
 @triton.jit(do_not_specialize=[
-    "cols", "stride0", "stride1", "count", "row_lo", "row_hi", "rows", "table", "sets_max",
+    "cols", "stride0", "stride1", "count", "row_lo", "row_hi", "rows", "table", "sets_max", "phase",
+    "threshold",
 ], do_not_specialize_on_alignment=["ids"])  # fmt: skip
 def look_up(
     ids, cols, stride0, stride1, count, row_lo, row_hi, rows, table, words, sets_max, cache, ring,
-    lane, desc, missed_at, missed_rows, fault,
+    lane, desc, missed_at, missed_rows, fault, samples, phase, threshold,
     ROWS: tl.constexpr, DEMAND: tl.constexpr,
 ):  # fmt: skip
     """Find each id's slot and mark it used; list the ids that have none.
@@ -157,6 +186,7 @@ def look_up(
         rank = tl.cumsum(missing.to(tl.int32), 0) - 1
         tl.store(missed_at + at + rank, index, mask=missing)
         tl.store(missed_rows + at + rank, row, mask=missing)
+    sample_rows(row, owned, kick, phase, ring, samples, threshold)
     foreign = inside & (owned == 0)
     if tl.sum(foreign.to(tl.int32), 0) > 0:
         tl.atomic_add(ring + R_FOREIGN, tl.sum(foreign.to(tl.int32), 0).to(tl.int64), sem="relaxed")
@@ -304,7 +334,8 @@ def add_stats(stats, host_stats, ids, count, bypasses, demands, published, waits
 def claim_publish(
     ids, table, words, sets_max, cache, ring, lane, desc, missed_at, missed_rows, list_rows,
     list_slots, control, control64, descriptors, arena, arena_g_words, slots, fault, stats,
-    host_stats, rows_max, arena_pages, array_words, priority, key0, key1, timeout_ns, grace_ns,
+    host_stats, samples_written, rows_max, arena_pages, array_words, priority, key0, key1,
+    timeout_ns, grace_ns,
     ROWS_PER_PAGE: tl.constexpr, ROW_WORDS: tl.constexpr, BLOCK: tl.constexpr,
     DRAIN: tl.constexpr,
 ):  # fmt: skip
@@ -326,8 +357,9 @@ def claim_publish(
         close_kick(
             ids, kick, table, words, sets_max, cache, ring, lane, list_rows, list_slots,
             control, control64, descriptors, arena, arena_g_words, slots, fault, stats,
-            host_stats, rows_max, arena_pages, array_words, priority, key0.to(tl.uint32),
-            key1.to(tl.uint32), timeout_ns, grace_ns, ROWS_PER_PAGE, ROW_WORDS, BLOCK, DRAIN,
+            host_stats, samples_written, rows_max, arena_pages, array_words, priority,
+            key0.to(tl.uint32), key1.to(tl.uint32), timeout_ns, grace_ns,
+            ROWS_PER_PAGE, ROW_WORDS, BLOCK, DRAIN,
         )  # fmt: skip
 
 
@@ -411,9 +443,9 @@ def publish(
 @triton.jit
 def close_kick(
     ids, kick, table, words, sets_max, cache, ring, lane, list_rows, list_slots, control,
-    control64, descriptors, arena, arena_g_words, slots, fault, stats, host_stats, rows_max,
-    arena_pages, array_words, priority, key0, key1, timeout_ns, grace_ns,
-    ROWS_PER_PAGE: tl.constexpr, ROW_WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    control64, descriptors, arena, arena_g_words, slots, fault, stats, host_stats,
+    samples_written, rows_max, arena_pages, array_words, priority, key0, key1, timeout_ns,
+    grace_ns, ROWS_PER_PAGE: tl.constexpr, ROW_WORDS: tl.constexpr, BLOCK: tl.constexpr,
     DRAIN: tl.constexpr,
 ):  # fmt: skip
     """Do what needs all programs of a kick: retire, publish, count, make ready for the next."""
@@ -422,6 +454,7 @@ def close_kick(
     bypasses = tl.load(ring + R_BYPASSES, volatile=True)
     demands = tl.load(ring + R_DEMANDS)
     foreign = tl.load(ring + R_FOREIGN)
+    sampled = tl.load(ring + R_SAMPLED, volatile=True)
     published = tl.load(ring + R_PUBLISHED)
     head = tl.load(ring + R_PAGE_HEAD)
     retired = tl.load(ring + R_RETIRED, volatile=True)
@@ -462,6 +495,7 @@ def close_kick(
     tl.store(ring + R_MISSED + tl.arange(0, 16), tl.zeros((16,), tl.int64))
     tl.store(ring + R_ARRIVED, tl.full((), 0, tl.int64))
     tl.store(cache + C_KICK, kick + 1)
+    show_samples(sampled, ring, samples_written)
     sweep(words, cache, kick, sets_max.to(tl.int64) * WAYS)
     add_stats(
         stats, host_stats, ids - foreign, count, bypasses, demands, published, waits,

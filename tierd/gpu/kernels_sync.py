@@ -139,6 +139,14 @@ def mix32(x):
 
 
 @triton.jit
+def sample_hash(row):
+    """Return the hash that decides whether a row is sampled (protocol.h); row int64."""
+    low = (row & 0xFFFFFFFF).to(tl.uint32)
+    high = (row >> 32).to(tl.uint32)
+    return mix32(low ^ (high * 0x9E3779B1 + 0x51AB5EED))
+
+
+@triton.jit
 def row_seed(row, key0, key1):
     """Return the seed of a row's tag (page.cc's seed_of); row int64, keys uint32."""
     low = (row & 0xFFFFFFFF).to(tl.uint32)

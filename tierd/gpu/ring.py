@@ -44,6 +44,8 @@ class RingState:
         descriptors: the eight descriptors, int32.
         arena, arena_elements: arena D onwards as int32 and as the gather's elements; arena G
             begins ``arena_g_words`` after it.
+        samples, samples_written: the ring's SampleHeader and entries, int64.
+        sample_threshold: rows whose hash is below it are sampled.
         keys: the image's tag key, two u32.
     """
 
@@ -78,6 +80,12 @@ class RingState:
         self.arena_elements = block.view(first, span // element, image.element)
         self.arena_g_words = (second - first) // 4
         self.host_stats = block.view(entry["stats"], state.STATS_WORDS.value, torch.int64)
+        at = entry["samples"]
+        self.samples_written = block.view(at, 1, torch.int64)
+        self.samples = block.view(
+            at + protocol.SAMPLE_HEADER_BYTES, protocol.SAMPLE_CAPACITY, torch.int64
+        )
+        self.sample_threshold = channel.sample_threshold(ring)
         self.keys = _core.tag_key(image.image_id, image.generation)
         self._allocate(device, first_sequence)
         self.fault = FaultBlock(image.name, int(_core.rows_per_page(image.row_bytes)))

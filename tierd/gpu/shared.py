@@ -145,3 +145,8 @@ class ChannelMap:
         found = dict(zip(names, map(int, offsets), strict=True))
         found |= zip(("rows_max", "arena_pages", "table", "flags"), map(int, sizes), strict=True)
         return found
+
+    def sample_threshold(self, ring: int) -> int:
+        """Return SampleHeader.threshold of a ring."""
+        at = self.entry(ring)["samples"] + 12
+        return int(self._buffer[at : at + 4].view("<u4")[0])

@@ -253,7 +253,7 @@ class GpuTable:
         if self._kicked is not None:
             raise HookError(f"{self.image.name}: warm comes between a kick and its gather")
         for part in layout.parts(ids, self.rows_max):
-            self._launch_kick(*part, self.lanes[1], drain=True, demand=False)
+            self._launch_kick(*part, self.lanes[1], drain=True, demand=False, prefill=True)
             with self._cache.lookups(None):
                 self._launch_wait_fill(self.lanes[1], part[1].count)
                 self._launch_finish(self.lanes[1])
@@ -298,8 +298,9 @@ class GpuTable:
         return layout
 
     def _launch_kick(
-        self, ids: torch.Tensor, layout: IdLayout, lane: Lane, *, drain: bool, demand: bool
-    ) -> None:
+        self, ids: torch.Tensor, layout: IdLayout, lane: Lane, *, drain: bool, demand: bool,
+        prefill: bool = False,
+    ) -> None:  # fmt: skip
         ring, cache = self.ring, self._cache
         stream = torch.cuda.current_stream(cache.device) if self._cuda else None
         with cache.lookups(stream):
@@ -307,15 +308,17 @@ class GpuTable:
                 ids, layout.cols, layout.stride0, layout.stride1, layout.count,
                 self.image.row_lo, self._hi, self.image.rows, self.image.number, cache.words,
                 cache.sets, cache.state, ring.words, lane.words, lane.desc, ring.missed_at,
-                ring.missed_rows, ring.fault_words, ROWS=LOOKUP_ROWS, DEMAND=demand, num_warps=1,
+                ring.missed_rows, ring.fault_words, ring.samples, int(prefill),
+                ring.sample_threshold, ROWS=LOOKUP_ROWS, DEMAND=demand, num_warps=1,
             )  # fmt: skip
             kernels_kick.claim_publish[(min(layout.count, CLAIM_PROGRAMS),)](
                 layout.count, self.image.number, cache.words, cache.sets, cache.state, ring.words,
                 lane.words, lane.desc, ring.missed_at, ring.missed_rows, ring.list_rows,
                 ring.list_slots, ring.control, ring.control64, ring.descriptors, ring.arena,
                 ring.arena_g_words, self._slots, ring.fault_words, ring.stats, ring.host_stats,
-                ring.rows_max, ring.arena_pages, ring.array_words, 0 if drain else 1, *ring.keys,
-                self._timeout_ns, GRACE_NS, **self.image.geometry, DRAIN=drain, num_warps=1,
+                ring.samples_written, ring.rows_max, ring.arena_pages, ring.array_words,
+                int(prefill), *ring.keys, self._timeout_ns, GRACE_NS, **self.image.geometry,
+                DRAIN=drain, num_warps=1,
             )  # fmt: skip
             self._event = self._record()
 
@@ -377,7 +380,7 @@ class GpuTable:
         for index, part in enumerate(parts):
             while kicked < len(parts) and kicked <= index + ahead:
                 lane = self.lanes[1 + kicked % 2]
-                self._launch_kick(*parts[kicked], lane, drain=False, demand=False)
+                self._launch_kick(*parts[kicked], lane, drain=False, demand=False, prefill=True)
                 events.append(self._event)
                 kicked += 1
             self._event = events[index]

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tierd.gpu.tables import Table
     from tierd.hook.settings import HookSettings
 
 SELF_TEST_ROWS = 16  # per table; reading them costs a few milliseconds
@@ -56,7 +57,7 @@ class AttachedTables:
             for image in client.attached
         }
 
-    def table(self, kind: TableKind, layer: int) -> gpu_client.TableClient:
+    def table(self, kind: TableKind, layer: int) -> Table:
         """Return the table that a layer reads.
 
         Raises:
@@ -212,7 +213,7 @@ def _attach(images: Sequence[ImageInfo], settings: HookSettings, engine: str) ->
     return AttachedTables(client)
 
 
-def _self_test(checkpoint: Checkpoint, spec: TableSpec, table: gpu_client.TableClient) -> None:
+def _self_test(checkpoint: Checkpoint, spec: TableSpec, table: Table) -> None:
     """Compare sampled rows that went the whole way with the checkpoint's bytes.
 
     Raises:

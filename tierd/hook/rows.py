@@ -21,7 +21,7 @@ from tierd.hook import attach, autostart, settings
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tierd.gpu.client import TableClient
+    from tierd.gpu.tables import Table
     from tierd.types import TableKind
 
 
@@ -70,7 +70,7 @@ class TableStandIn:
         self.rows = rows
         self.dim = dim
         self._attached: attach.AttachedTables | None = None
-        self._tables: tuple[TableClient, ...] = ()
+        self._tables: tuple[Table, ...] = ()
         self._casts: list[torch.dtype] = []
         self._pid = 0
 

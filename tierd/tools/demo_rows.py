@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tierd.gpu.client import TableClient
     from tierd.gpu.engram import EngramHash
+    from tierd.gpu.tables import Table
     from tierd.tools.demo_engram import RowSource
 
 CHUNK_TOKENS = 256
@@ -78,7 +78,7 @@ def standard_library_tokens(
 def check_rows(
     chunks: Iterator[NDArray[np.int64]],
     hasher: EngramHash,
-    tables: Sequence[TableClient],
+    tables: Sequence[Table],
     oracle: Sequence[RowSource],
     progress: Callable[[RowCheck], None] | None = None,
 ) -> RowCheck:
@@ -122,7 +122,7 @@ def check_rows(
     return found
 
 
-def check_every_row(table: TableClient, source: RowSource) -> RowCheck:
+def check_every_row(table: Table, source: RowSource) -> RowCheck:
     """Compare a whole table, row by row, with the source's."""
     found = RowCheck()
     for start in range(0, table.info.table.rows, _BLOCK_ROWS):

@@ -55,6 +55,8 @@ def status(state: dict[str, Any], clients: list[dict[str, Any]]) -> None:
         console.print(f"  not served: {image['name']}: {image['reason']}")
     for name in state["shadowed_images"]:
         console.print(f"  not served: {name}: another device has it as well")
+    for refusal in state["refusals"]:
+        console.print(f"  refused pid {refusal['pid']}: {refusal['reason']}")
     console.print(f"  {state['images']} images, {len(clients)} clients")
     if clients:
         console.print(_rings(clients))

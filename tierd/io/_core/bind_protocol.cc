@@ -13,12 +13,19 @@ void bind_protocol(nb::module_& m) {
     nb::module_ p = m.def_submodule("protocol", "Constants of docs/protocol.md.");
     p.attr("CHANNEL_MAGIC") = kChannelMagic;
     p.attr("CHANNEL_ABI") = kChannelAbi;
+    p.attr("CHANNEL_ABI_OLDEST") = kChannelAbiOldest;
     p.attr("LINE_BYTES") = kLineBytes;
     p.attr("RING_DEPTH") = kRingDepth;
     p.attr("RINGS_MAX") = kRingsMax;
     p.attr("ROWS_MAX_LIMIT") = kRowsMaxLimit;
     p.attr("ARENA_PAGES_LIMIT") = kArenaPagesLimit;
     p.attr("RING_FLAG_GPU") = kRingFlagGpu;
+    p.attr("RING_FLAG_GUARDED") = kRingFlagGuarded;
+    p.attr("SAMPLE_HEADER_BYTES") = sizeof(SampleHeader);
+    p.attr("SAMPLE_CAPACITY") = kSampleCapacity;
+    p.attr("SAMPLE_THRESHOLD") = kSampleThreshold;
+    p.attr("SAMPLE_PREFILL") = kSamplePrefill;
+    p.attr("SAMPLE_STAMP_SHIFT") = kSampleStampShift;
     p.attr("HEADER_BYTES") = sizeof(ChannelHeader);
     p.attr("CONTROL_BYTES") = sizeof(RingControl);
     p.attr("STATS_BYTES") = sizeof(RingStats);
@@ -35,7 +42,9 @@ void bind_protocol(nb::module_& m) {
     p.attr("OFFSET_DONE_G") = offsetof(RingControl, done_g);
     p.attr("OFFSET_STATUS_G") = offsetof(RingControl, status_g);
     p.attr("OFFSET_TENURE") = offsetof(RingControl, tenure);
+    p.attr("OFFSET_LEAVING") = offsetof(RingControl, leaving);
     p.def("descriptor_bytes", &descriptor_bytes, "rows_max"_a);
+    p.def("sample_hash", &sample_hash, "row"_a);
     p.def("array_bytes", &array_bytes, "rows_max"_a);
     nb::enum_<Status>(p, "Status", nb::is_arithmetic())
         .value("none", Status::none).value("ok", Status::ok)

@@ -68,7 +68,8 @@ std::uint64_t lay_out(const std::vector<RingSpec>& specs, RingEntry* entries) {
         e.control = at;
         e.descriptors = e.control + sizeof(RingControl);
         e.stats = e.descriptors + kRingDepth * descriptor_bytes(spec.rows_max);
-        at = e.stats + sizeof(RingStats);
+        e.samples = e.stats + sizeof(RingStats);
+        at = e.samples + sizeof(SampleHeader) + kSampleCapacity * sizeof(std::uint64_t);
     }
     at = align_up(at, kPageBytes);
     for (std::size_t i = 0; i < specs.size(); ++i) {
@@ -141,6 +142,11 @@ Channel::Channel(std::uint32_t rank, std::uint32_t world, const ClientId& client
     header.pid = static_cast<std::uint32_t>(getpid());
     std::copy(client_id.begin(), client_id.end(), header.client_id);
     std::copy_n(entries.begin(), ring_count_, header.rings);
+    for (std::uint32_t i = 0; i < ring_count_; ++i) {
+        auto& samples = *reinterpret_cast<SampleHeader*>(base_ + entries[i].samples);
+        samples.capacity = kSampleCapacity;
+        samples.threshold = kSampleThreshold;
+    }
     // The magic comes last: a header that has it is whole.
     store_release(header.magic, kChannelMagic);
 }
@@ -185,6 +191,12 @@ RingClient::RingClient(std::shared_ptr<Channel> channel, std::uint32_t ring, int
 RingClient::~RingClient() {
     if (wake_fd_ >= 0) close(wake_fd_);
     channel_->release_ring(index_);
+}
+
+void RingClient::rewake(int wake_fd) {
+    if (wake_fd_ < 0) return;
+    // The number stays the same, so that no publisher can meet a closed one.
+    if (dup3(wake_fd, wake_fd_, O_CLOEXEC) < 0) throw_errno("dup of the pump's eventfd");
 }
 
 void RingClient::take_levels(std::uint32_t first_sequence) {

@@ -14,7 +14,9 @@
 namespace tierd {
 
 inline constexpr std::uint32_t kChannelMagic = 0x4e484354;  // "TCHN"
-inline constexpr std::uint32_t kChannelAbi = 1;
+inline constexpr std::uint32_t kChannelAbi = 2;
+// A server serves channels of this version and the one before: 1 has neither guardian nor leaving.
+inline constexpr std::uint32_t kChannelAbiOldest = 1;
 inline constexpr std::uint32_t kLineBytes = 64;
 inline constexpr std::uint32_t kPageBytes = 4096;
 inline constexpr std::uint32_t kRingDepth = 8;  // requests between publish and retire
@@ -70,7 +72,8 @@ struct RingControl {
     Line32 done_g;        // guardian: as done_d
     StatusLine status_g;  // guardian: as status_d
     TenureLine tenure;    // guardian
-    std::uint8_t pad[1024 - 11 * kLineBytes];
+    Line32 leaving;       // daemon: 1 once it wants the guardian to take the ring over
+    std::uint8_t pad[1024 - 12 * kLineBytes];
 };
 
 struct alignas(kLineBytes) DescriptorHeader {
@@ -89,13 +92,14 @@ struct RingEntry {
     std::uint64_t arena_d;      // page aligned, arena_pages pages, written by the daemon alone
     std::uint64_t arena_g;      // page aligned, arena_pages pages, written by the guardian alone
     std::uint64_t stats;        // RingStats
-    std::uint64_t samples;      // sample ring for miss curves; 0 = none
+    std::uint64_t samples;      // SampleHeader, then its entries (u64); 0 = none
     std::uint32_t rows_max;
     std::uint32_t arena_pages;
     std::uint32_t table;  // the client's table number, 0..63
     std::uint32_t flags;  // kRingFlag*
 };
 inline constexpr std::uint32_t kRingFlagGpu = 1;  // the client is a GPU: it cannot ring the eventfd
+inline constexpr std::uint32_t kRingFlagGuarded = 2;  // a guardian answers what a daemon leaves
 
 // Written by the client alone, read by the daemon for metrics. Counters since attach.
 struct alignas(kLineBytes) RingStats {
@@ -113,6 +117,30 @@ struct alignas(kLineBytes) RingStats {
     std::uint64_t published;     // requests
     std::uint64_t pad[4];
 };
+
+// Row numbers sampled for miss curves (SHARDS): written by the client alone, read by the daemon. The
+// entries follow in a circle. One is the row (bits 0..33), whether prefill asked for it (bit 34) and
+// the low 24 bits of the number of the kick that did (bits 40..63), a counter of the client's cache:
+// tables that share a cache share the counter, so it orders their samples.
+struct alignas(kLineBytes) SampleHeader {
+    std::uint64_t written;    // entries ever written; number k lies at k % capacity
+    std::uint32_t capacity;   // entries, a power of two
+    std::uint32_t threshold;  // a row is sampled if sample_hash(row) is below it; of 2^32
+    std::uint8_t pad[kLineBytes - 16];
+};
+inline constexpr std::uint32_t kSampleCapacity = 4096;
+inline constexpr std::uint64_t kSamplePrefill = 1ull << 34;
+inline constexpr std::uint32_t kSampleStampShift = 40;
+inline constexpr std::uint32_t kSampleThreshold = 1u << 26;  // one row in 64
+
+// A fixed hash, so that the same rows are sampled whoever samples them.
+constexpr std::uint32_t sample_hash(std::uint64_t row) {
+    std::uint32_t x = static_cast<std::uint32_t>(row) ^
+                      (static_cast<std::uint32_t>(row >> 32) * 0x9E3779B1u + 0x51AB5EEDu);
+    x = (x ^ (x >> 16)) * 0x85EBCA6Bu;
+    x = (x ^ (x >> 13)) * 0xC2B2AE35u;
+    return x ^ (x >> 16);
+}
 
 struct ChannelHeader {
     std::uint32_t magic;
@@ -142,6 +170,7 @@ constexpr bool reached(std::uint32_t level, std::uint32_t sequence) {
 
 static_assert(sizeof(RingControl) == 1024);
 static_assert(sizeof(RingEntry) == 64);
+static_assert(sizeof(SampleHeader) == kLineBytes);
 static_assert(sizeof(RingStats) == 128);
 static_assert(sizeof(ChannelHeader) == 2 * kPageBytes);
 static_assert(offsetof(RingControl, tenure) % 8 == 0);

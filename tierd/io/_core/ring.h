@@ -57,6 +57,7 @@ struct RingView {
     std::uint8_t* arena_d = nullptr;
     std::uint8_t* arena_g = nullptr;
     RingStats* stats = nullptr;
+    SampleHeader* samples = nullptr;  // null where the ring has none
     std::uint32_t rows_max = 0;
     std::uint32_t arena_pages = 0;
     std::uint32_t table = 0;
@@ -81,6 +82,11 @@ struct RingView {
         control = reinterpret_cast<RingControl*>(part(e.control, sizeof(RingControl), kLineBytes, "control"));
         descriptors = part(e.descriptors, kRingDepth * descriptor_bytes(rows_max), kLineBytes, "descriptors");
         stats = reinterpret_cast<RingStats*>(part(e.stats, sizeof(RingStats), kLineBytes, "stats"));
+        if (e.samples != 0) {
+            constexpr std::uint64_t kEntries = kSampleCapacity * sizeof(std::uint64_t);
+            samples = reinterpret_cast<SampleHeader*>(
+                part(e.samples, sizeof(SampleHeader) + kEntries, kLineBytes, "samples"));
+        }
         arena_d = part(e.arena_d, arena, kPageBytes, "arena D");
         arena_g = part(e.arena_g, arena, kPageBytes, "arena G");
     }

@@ -217,6 +217,22 @@ void TwinTable::look_up() {
     add_relaxed(s.hits, count - misses_.size());
     add_relaxed(s.misses, misses_.size() - spilled);
     add_relaxed(s.bypasses, spilled);
+    sample(count > client_.ring().rows_max);
+}
+
+// Tells the daemon which rows were looked up, for those that the hash picks.
+void TwinTable::sample(bool prefill) {
+    SampleHeader& header = *client_.ring().samples;
+    auto* entries = reinterpret_cast<std::uint64_t*>(&header + 1);
+    std::uint64_t written = header.written;
+    for (const std::int64_t id : ids_) {
+        const auto row = static_cast<std::uint64_t>(id);
+        if (sample_hash(row) >= header.threshold) continue;
+        const std::uint64_t entry =
+            row | (prefill ? kSamplePrefill : 0) | kick_ << kSampleStampShift;
+        std::atomic_ref(entries[written++ % kSampleCapacity]).store(entry, std::memory_order_relaxed);
+    }
+    store_release(header.written, written);
 }
 
 void TwinTable::publish_misses(std::size_t& next) {

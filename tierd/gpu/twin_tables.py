@@ -1,0 +1,168 @@
+"""An attached client's tables on the CPU: the twin of the GPU path, in the native core."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tierd.errors import RowError
+from tierd.gpu import caches
+from tierd.io import _core
+from tierd.types import RowFormat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from tierd.gpu.audit import Audit
+    from tierd.gpu.tables import TableOptions
+    from tierd.types import ImageInfo
+
+
+class TableClient:
+    """One attached table.
+
+    Attributes:
+        info: the image it reads.
+        quota: ways of each set of the cache that it may hold.
+    """
+
+    def __init__(
+        self, info: ImageInfo, twin: Any, *, quota: int, device: str, audit: Audit | None = None
+    ) -> None:
+        self.info = info
+        self.quota = quota
+        self._twin = twin
+        self._device = device
+        self._audit = audit
+
+    def rewaker(self) -> Callable[[int], None]:
+        """Return what makes kicks wake another daemon's pump; it does not keep this alive."""
+        rewake: Callable[[int], None] = self._open().rewake
+        return rewake
+
+    @property
+    def raw(self) -> bool:
+        """Whether rows are served as bytes rather than as bf16."""
+        return self.info.table.row_format == RowFormat.RAW
+
+    def kick(self, ids: Any) -> None:
+        """Start reading the rows that are not cached.
+
+        Args:
+            ids: int64 or int32 row numbers of any shape; numpy or a CPU torch tensor.
+
+        Raises:
+            IndexError: an id is outside the table; nothing has changed then.
+            RowError: an earlier request that was in the way failed.
+        """
+        with self._explained():
+            self._open().kick(ids)
+
+    def gather(self, ids: Any, out: Any) -> None:
+        """Wait for the rows and write them to ``out``.
+
+        Args:
+            ids: int64 or int32 row numbers of any shape, usually those that were kicked.
+            out: numpy or CPU torch, contiguous; bf16 (or 16-bit integers) [*ids.shape, dim], and
+                for raw tables u8 [*ids.shape, row_bytes].
+
+        Raises:
+            IndexError: an id is outside the table.
+            RowError: a row could not be read, or is not what was staged. ``out`` is undefined.
+        """
+        with self._explained():
+            self._open().gather(ids, out)
+        if self._audit is not None:
+            self._audit.observe(ids, out)
+
+    def warm(self, ids: Any) -> None:
+        """Bring rows into the cache without using them; comes not between kick and gather.
+
+        Raises:
+            IndexError, RowError: as :meth:`gather`.
+        """
+        numbers = np.asarray(ids)
+        spec = self.info.table
+        out = np.empty((*numbers.shape, spec.dim), np.uint8 if self.raw else np.uint16)
+        with self._explained():
+            self._open().gather(numbers, out)
+
+    def set_quota(self, ways: int) -> None:
+        """Change how many ways of each set this table may hold; nothing is flushed."""
+        self._open().set_quota(ways)
+        self.quota = ways
+
+    def stats(self) -> dict[str, int]:
+        """Return the counters of protocol.md's RingStats, since attach."""
+        return dict(self._open().stats())
+
+    def close(self) -> None:
+        """Refuse further use; :meth:`Client.close` calls this."""
+        self._twin = None
+        if self._audit is not None:
+            self._audit.close()
+            self._audit = None
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn the core's failures into an error that says which image, and what to run."""
+        try:
+            yield
+        except RuntimeError as error:
+            cure = f"run: tierd verify --device {self._device} {self.info.name}"
+            if "timeout" in str(error):
+                cure = "run: tierd status"
+            raise RowError(f"{self.info.name}: {error}; {cure}") from None
+
+    def _open(self) -> Any:
+        if self._twin is None:
+            raise RowError(f"{self.info.name}: the client has been closed")
+        return self._twin
+
+
+def make_twins(
+    images: tuple[ImageInfo, ...],
+    channel: Any,
+    *,
+    wake_fd: int,
+    devices: Mapping[int, str],
+    options: TableOptions,
+    cache_rows: int,
+    audits: Mapping[int, Audit],
+) -> dict[int, TableClient]:
+    """Make the tables of a channel; image i is ring i.
+
+    Args:
+        images: in ring order.
+        channel: ``_core.Channel``.
+        wake_fd: the pump's eventfd.
+        devices: index -> path of the image's device, for error texts.
+        options: of the client.
+        cache_rows: slots for the tables of each row size together.
+        audits: index -> what audits the table.
+    """
+    made: dict[int, TableClient] = {}
+    for part in caches.plan([image.table for image in images], cache_rows):
+        cache = _core.RowCache(sets=part.sets, row_bytes=part.row_bytes)
+        for index, quota in part.quotas.items():
+            image = images[index]
+            twin = _core.TwinTable(
+                cache,
+                channel,
+                index,
+                wake_fd,
+                table=index,
+                image_id=image.image_id,
+                generation=image.generation,
+                rows=image.table.rows,
+                dim=image.table.dim,
+                row_format=image.table.row_format.value,
+                quota=quota,
+                canonical_zero=options.canonical_zero,
+            )
+            made[index] = TableClient(
+                image, twin, quota=quota, device=devices[index], audit=audits.get(index)
+            )
+    return made
