@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := all
-.PHONY: all setup build stubs lint test demo bench bench-controller bench-gpu bench-report gpu-test sanitizers sim sim-soak sim-mutants crash clean
+.PHONY: all setup build stubs lint test demo packages bench bench-controller bench-gpu bench-report gpu-test sanitizers sim sim-soak sim-mutants crash clean
 
 all: lint test
 
@@ -34,6 +34,10 @@ test: build
 demo: build
 	$(PY) -m tierd.cli demo
 
+# sdist and wheel in dist/, tried in an empty environment.
+packages: .venv/.ready
+	PYTHON=.venv/bin/python tools/packages.sh
+
 sanitizers: .venv/.ready
 	tools/sanitizers.sh
 
@@ -62,4 +66,4 @@ bench-report: build
 	$(PY) -m bench.report
 
 clean:
-	rm -rf build .venv/.built .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build dist .venv/.built .pytest_cache .mypy_cache .ruff_cache

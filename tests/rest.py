@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -19,7 +20,7 @@ from tierd.daemon.plane import DataPlane
 from tierd.daemon.steering import Steering
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping
     from pathlib import Path
 
     from aiohttp import web
@@ -65,6 +66,11 @@ class Rest:
         assert body["status"] == status
         assert "\n" not in body["detail"]
         return body
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Let the interface work until something is so; the test's own timeout bounds it."""
+        while not condition():  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.01)
 
     async def job(self, job: str) -> dict[str, Any]:
         """The job once it has ended, by its events."""

@@ -311,7 +311,7 @@ def make_channel(rings: int = 1, rows_max: int = 8, arena_pages: int = 16) -> An
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"abi": 2}, "attach ABI 2, the daemon 1"),
+        ({"abi": 3}, "attach ABI 3, the daemon 1 to 2"),
         ({"engine": "x" * 65}, "attach: engine"),
         ({"engine": "a\nb"}, "attach: engine"),
         ({"rank": 1}, "rank 1 of 1"),
@@ -441,7 +441,7 @@ def test_what_cannot_be_attached(daemon: Daemon, node: Node) -> None:
     [
         (b"rubbish", "malformed"),
         (b"", "went away"),
-        (json.dumps({"ok": True, "abi": 2}).encode(), "speaks attach ABI 2"),
+        (json.dumps({"ok": True, "abi": 3}).encode(), "speaks attach ABI 3"),
         (json.dumps({"ok": False, "message": "no"}).encode(), "refused hello: no"),
     ],
 )

@@ -97,9 +97,9 @@ constexpr std::uint32_t kPages = 1000;
 constexpr std::uint64_t kWindow = 1'000'000;
 
 struct Rig {
-    explicit Rig(std::uint32_t first_sequence = 0)
+    explicit Rig(std::uint32_t first_sequence = 0, std::uint32_t arena_pages = 128)
         : channel(std::make_shared<Channel>(0, 1, Channel::ClientId{},
-                                            std::vector<RingSpec>{{16, 128, 0, 0}})),
+                                            std::vector<RingSpec>{{16, arena_pages, 0, 0}})),
           client(channel, 0, -1, 0, first_sequence) {
         table.key = {7, 1};
         table.geometry = make_geometry(264, std::uint64_t{kPages} * rows_per_page(264));
@@ -316,6 +316,144 @@ void a_restarted_daemon_goes_on_behind_either_server() {
     CHECK(load_acquire(rig.control().drained.value) == 3);
 }
 
+// --- the guardian's side -------------------------------------------------------------------------
+
+void a_guardian_takes_serves_and_hands_back() {
+    Rig rig(0xFFFFFFFE);
+    RingControl& c = rig.control();
+    rig.publish({1, 2});
+    rig.publish({3});
+    rig.ring->accept(0);
+    rig.issue(2);
+    ServerRing guardian(rig.channel->ring(0), &rig.table, Owner::guardian);
+    CHECK(!guardian.has_news());
+    guardian.take();
+    CHECK(load_tenure(c.tenure).owner == 1 && load_tenure(c.tenure).epoch == 1);
+    CHECK(guardian.ours() && !rig.ring->ours());
+    CHECK(guardian.has_news());
+    guardian.accept(0);
+    ServerRequest& q = *guardian.issuing();
+    CHECK(q.sequence == 0xFFFFFFFF && guardian.arena(0) == rig.channel->ring(0).arena_g);
+    q.issued = q.limit;
+    guardian.advance_issue();
+    CHECK(!guardian.hand_back());  // request 0 has not been read
+    CHECK(!guardian.has_news());
+    rig.publish({4});
+    CHECK(!guardian.has_news());  // what is new is for the daemon
+    guardian.issuing()->issued = 1;
+    guardian.advance_issue();
+    guardian.complete();
+    CHECK(load_acquire(c.done_g.value) == 0 && rig.done() == 0xFFFFFFFE);
+    CHECK(c.status_g.word[7] >> 32 == 0xFFFFFFFF);
+    CHECK(guardian.hand_back());
+    CHECK(load_tenure(c.tenure).owner == 0 && load_tenure(c.tenure).epoch == 2);
+    rig.land(0xFFFFFFFF);  // too late: nothing is answered under the old epoch
+    CHECK(rig.done() == 0xFFFFFFFE);
+    rig.ring->lose();
+    CHECK(rig.ring->adopt());
+    rig.ring->accept(0);
+    rig.issue_all();
+    rig.land(1);
+    CHECK(rig.done() == 1);
+}
+
+void a_page_is_never_read_into_twice_at_once() {
+    Rig rig(0, 40);  // three requests of 13 pages, then the first one's pages come again
+    RingControl& c = rig.control();
+    const std::vector<std::uint32_t> rows(13, 5);
+    rig.publish(rows);
+    ServerRing guardian(rig.channel->ring(0), &rig.table, Owner::guardian);
+    guardian.take();
+    guardian.accept(0);
+    ServerRequest& first = *guardian.issuing();
+    CHECK(!guardian.blocked());
+    first.issued = first.in_flight = guardian.in_flight = 13;
+    guardian.advance_issue();
+    // The daemon had looked at the tenure just before, and answers the request after all.
+    store_release(c.status_d.word[1], status_word(1, Status::ok));
+    store_release(c.done_d.value, 1);
+    rig.client.retire(1);
+    for (int i = 0; i < 2; ++i) rig.publish(rows);
+    guardian.accept(0);
+    CHECK(!guardian.blocked());  // pages 13 to 25
+    guardian.issuing()->issued = 13;
+    guardian.advance_issue();
+    CHECK(!guardian.blocked());  // pages 26 to 38
+    guardian.issuing()->issued = 13;
+    guardian.advance_issue();
+    rig.publish({7, 7});
+    guardian.accept(0);
+    CHECK(guardian.blocked());  // pages 39 and 0, and the first request still reads into 0
+    first.in_flight = guardian.in_flight = 0;
+    CHECK(!guardian.blocked());
+}
+
+void a_daemon_that_stands_still_is_suspected() {
+    Rig rig;
+    RingControl& c = rig.control();
+    RingWatch watch;
+    watch.restart(0);
+    std::uint64_t now = 0;
+    const auto look = [&](std::uint64_t later_us) {
+        return watch.suspects(c, now += later_us * 1000, 20'000'000);
+    };
+    for (int i = 0; i < 20; ++i) CHECK(!look(4'000));  // nobody waits
+    rig.publish({1});
+    for (int i = 0; i < 20; ++i) {  // its loop turns: the device is slow
+        store_release(c.beat.value, static_cast<std::uint32_t>(i + 1));
+        CHECK(!look(4'000));
+    }
+    CHECK(!look(1'000'000'000));  // the whole machine stood still
+    CHECK(look(10'000));
+    watch.restart(now);
+    for (int i = 0; i < 4; ++i) CHECK(!look(4'000));
+    CHECK(look(4'000));
+    store_release(c.done_g.value, 1);
+    CHECK(!look(4'000));
+    store_release(c.doorbell.value, 500);  // nonsense
+    for (int i = 0; i < 20; ++i) CHECK(!look(4'000));
+    store_release(c.leaving.value, 1);
+    CHECK(look(1));
+}
+
+void a_daemon_is_ready_when_drained_and_turning() {
+    Rig rig;
+    RingControl& c = rig.control();
+    RingWatch watch;
+    store_release(c.drained.value, 7);
+    CHECK(!watch.daemon_is_ready(c, 8));
+    store_release(c.drained.value, 8);
+    CHECK(!watch.daemon_is_ready(c, 8));
+    CHECK(!watch.daemon_is_ready(c, 8));  // drained, but it stands still
+    store_release(c.leaving.value, 1);
+    store_release(c.beat.value, 5);
+    CHECK(!watch.daemon_is_ready(c, 8));
+    store_release(c.leaving.value, 0);
+    CHECK(!watch.daemon_is_ready(c, 8));
+    store_release(c.beat.value, 6);
+    CHECK(watch.daemon_is_ready(c, 8));
+}
+
+void a_failure_is_seen_once_and_only_if_nobody_could() {
+    Rig rig;
+    RingControl& c = rig.control();
+    RingWatch watch;
+    std::uint32_t sequence = 0;
+    const auto answer = [&](StatusLine& line, Line32& done, std::uint32_t s, Status status) {
+        store_release(c.doorbell.value, s);
+        store_release(line.word[s % kRingDepth], status_word(s, status));
+        store_release(done.value, s);
+    };
+    CHECK(watch.failure(c, sequence) == Status::none);
+    answer(c.status_d, c.done_d, 1, Status::ok);
+    answer(c.status_d, c.done_d, 2, Status::read_error);
+    answer(c.status_g, c.done_g, 2, Status::ok);
+    CHECK(watch.failure(c, sequence) == Status::none);
+    answer(c.status_g, c.done_g, 3, Status::bad_crc);
+    CHECK(watch.failure(c, sequence) == Status::bad_crc && sequence == 3);
+    CHECK(watch.failure(c, sequence) == Status::none);
+}
+
 bool sleeps(long thread) {
     std::ifstream file("/proc/self/task/" + std::to_string(thread) + "/stat");
     std::string line;
@@ -378,6 +516,11 @@ int main() {
     RUN(a_failed_request_stops_reading_and_holds_its_place);
     RUN(a_taken_ring_is_drained_before_it_says_so);
     RUN(a_restarted_daemon_goes_on_behind_either_server);
+    RUN(a_guardian_takes_serves_and_hands_back);
+    RUN(a_page_is_never_read_into_twice_at_once);
+    RUN(a_daemon_that_stands_still_is_suspected);
+    RUN(a_daemon_is_ready_when_drained_and_turning);
+    RUN(a_failure_is_seen_once_and_only_if_nobody_could);
     RUN(a_sleeping_client_is_woken);
     RUN(removal_answers_everything);
     return 0;

@@ -145,7 +145,7 @@ async def test_a_cancelled_job_leaves_nothing(
     await reached.wait()
     assert (await rest.get(f"/v1/jobs/{waiting['job']}"))["state"] == "queued"
     for job in (running, waiting):
-        status, _, _ = await rest.answer("DELETE", f"/v1/jobs/{job['job']}")
+        status, _, _ = await rest.answer("POST", f"/v1/jobs/{job['job']}/cancel")
         assert status == 202
     go_on.set()
     for job in (running, waiting):
@@ -178,6 +178,7 @@ async def test_requests_that_cannot_be_done_are_refused_at_once(rest: Rest, tmp_
     big = checkpoints.engram(tmp_path / "big", rows=90_000)
     for asked, status, words in (
         ({"kind": "stage", "checkpoint": "/nowhere"}, 409, "/nowhere"),
+        ({"kind": "stage", "checkpoint": "/" + "x" * 300}, 409, "File name too long"),
         ({"kind": "stage", "checkpoint": str(big.path)}, 409, "bytes free, the tables need"),
         ({"kind": "stage", "checkpoint": str(big.path), "devices": ["x"]}, 404, "not a device"),
         ({"kind": "stage", "checkpoint": str(big.path), "tables": ["x"]}, 409, "near names"),

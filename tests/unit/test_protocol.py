@@ -14,7 +14,7 @@ HEADER = (ROOT / "tierd/io/_core/protocol.h").read_text()
 def test_each_word_has_a_line_of_its_own() -> None:
     names = [
         "DOORBELL", "RETIRED", "WAITER", "DONE_D", "STATUS_D", "BEAT", "PARKED", "DRAINED",
-        "DONE_G", "STATUS_G", "TENURE",
+        "DONE_G", "STATUS_G", "TENURE", "LEAVING",
     ]  # fmt: skip
     offsets = [getattr(protocol, f"OFFSET_{name}") for name in names]
     assert sorted(set(offsets)) == offsets
@@ -32,7 +32,9 @@ def test_constants_agree_with_the_header() -> None:
         "kChannelAbi": "CHANNEL_ABI",
         "kRingDepth": "RING_DEPTH",
         "kRingsMax": "RINGS_MAX",
+        "kChannelAbiOldest": "CHANNEL_ABI_OLDEST",
         "kRingFlagGpu": "RING_FLAG_GPU",
+        "kRingFlagGuarded": "RING_FLAG_GUARDED",
     }.items():
         found = re.search(rf"{name} = (0x[0-9a-f]+|\d+)", HEADER)
         assert found is not None, name

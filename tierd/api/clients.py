@@ -53,6 +53,7 @@ def _ring(client: AttachedClient, ring: int) -> schemas.Ring:
         image=client.attached.images[ring].info.name,
         rows_max=layout.rows_max,
         arena_pages=layout.arena_pages,
+        server=client.view.server(ring),
         outstanding=client.view.outstanding(ring),
         hit_ratio=stats["hits"] / stats["lookups"] if stats["lookups"] else None,
         **stats,

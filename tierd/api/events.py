@@ -9,7 +9,7 @@ from pydantic import Field
 
 from tierd.api import schemas
 from tierd.api.common import moment
-from tierd.api.parse import Number, Query
+from tierd.api.parse import NUMBER, Query
 from tierd.api.routing import Call, Routes
 from tierd.api.streams import stream
 from tierd.catalog import READ_MAX
@@ -30,11 +30,11 @@ routes = Routes("events", "What happened.")
 class EventsQuery(Query):
     """Which events."""
 
-    limit: Annotated[Number, Field(ge=1, le=READ_MAX)] = Field(
+    limit: Annotated[int, Field(ge=1, le=READ_MAX), NUMBER] = Field(
         100, description="As many at most; of a stream, as many old ones."
     )
     kind: str | None = Field(None, max_length=40, description="Of this kind only.")
-    after: Annotated[Number, Field(ge=0, le=2**53)] = Field(
+    after: Annotated[int, Field(ge=0, le=2**53), NUMBER] = Field(
         0, description="With a larger id than this only."
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from http import HTTPStatus
 
 from tierd.api import schemas
@@ -14,12 +13,11 @@ routes = Routes("health", "Whether it lives. The metrics listener has these too.
 
 @routes.get("/healthz", schemas.Health)
 async def get_health(call: Call) -> schemas.Health:
-    """Green (200) while every pump's loop turns, else 503."""
-    plane = call.daemon.plane
-    if not await asyncio.to_thread(plane.is_beating):
-        text = "a pump stands still: rows are not served; run: systemctl restart tierd"
+    """Green (200) while every pump's loop and the event loop turn, else 503."""
+    if stuck := await call.daemon.vitals():
+        text = f"{stuck} stands still: engines serve themselves; run: systemctl restart tierd"
         raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, text)
-    return schemas.Health(status="ok", pumps=len(plane.pumps))
+    return schemas.Health(status="ok", pumps=len(call.daemon.plane.pumps))
 
 
 @routes.get("/readyz", schemas.Ready)

@@ -10,7 +10,7 @@ from pydantic import Field, RootModel
 from tierd.api import schemas
 from tierd.api.access import CALLER
 from tierd.api.common import EDITS, moment
-from tierd.api.parse import Body, Flag, Query
+from tierd.api.parse import WHOLE, Body, Flag, Query
 from tierd.api.routing import Call, Routes
 from tierd.api.streams import stream
 from tierd.daemon import work
@@ -62,7 +62,9 @@ class VerifyRequest(Body):
     images: list[Name] = Field(default=[], max_length=256, description="MODEL/TABLE; empty: all.")
     full: bool = Field(False, description="Every page, every tag, and the digest of all rows.")
     checkpoint: Path | None = Field(None, description="Compare sampled rows with this one's.")
-    sample: int = Field(200, ge=1, le=1_000_000, description="Rows of each image.")
+    sample: Annotated[int, Field(ge=1, le=1_000_000), WHOLE] = Field(
+        200, description="Rows of each image."
+    )
 
     @property
     def subject(self) -> str:
@@ -126,8 +128,8 @@ async def get_job(call: Call) -> schemas.Job | web.StreamResponse:
     return job_answer(job)
 
 
-@routes.add("DELETE", "/v1/jobs/{job:[^/]+}", schemas.Job, query=ChangeQuery, status=202)
-async def delete_job(call: Call) -> schemas.Job | schemas.DryRun:
+@routes.add("POST", "/v1/jobs/{job:[^/]+}/cancel", schemas.Job, query=ChangeQuery, status=202)
+async def cancel_job(call: Call) -> schemas.Job | schemas.DryRun:
     """Cancel a job. It stops at its next block and leaves nothing half done."""
     job = call.daemon.jobs.get(call.part("job"))
     if call.query.dry_run:

@@ -56,8 +56,15 @@ def _number(value: object) -> object:
     return value
 
 
+def _whole(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+# In a query, where everything is text.
 Flag = Annotated[bool, BeforeValidator(_flag), WithJsonSchema({"type": "boolean"})]
-Number = Annotated[int, BeforeValidator(_number)]
+NUMBER = BeforeValidator(_number)
+# In a body: JSON has one kind of number, and 3.0 is 3.
+WHOLE = BeforeValidator(_whole)
 
 
 def query(request: web.Request, model: type[_Model] | None) -> _Model | None:

@@ -57,6 +57,9 @@ class Pump(BaseModel):
     parks: int
     wakes: int
     beats: int  # loops
+    held_back: int  # looks at a request whose pages were still being read into
+    jumps: int  # doorbells that were nonsense
+    takeovers: int  # times a guardian took a ring
     cpu_user_ns: int
     cpu_system_ns: int
 
@@ -66,6 +69,14 @@ class History(BaseModel):
 
     degraded: str  # why not; "" while they are
     lost: int
+
+
+class Refusal(BaseModel):
+    """An engine that is too old or too new for this daemon; its guardian serves it meanwhile."""
+
+    pid: int
+    at: str
+    reason: str
 
 
 class Status(BaseModel):
@@ -89,6 +100,7 @@ class Status(BaseModel):
     history: History
     session_faults: int
     doctor: Verdict
+    refusals: list[Refusal]  # engines of versions that are not served, newest last
 
 
 class Totals(BaseModel):
@@ -149,6 +161,7 @@ class Ring(BaseModel):
     image: str
     rows_max: int
     arena_pages: int
+    server: str  # daemon, or guardian while the engine serves itself
     outstanding: int
     hit_ratio: float | None  # null before the first lookup
     lookups: int

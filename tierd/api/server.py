@@ -49,6 +49,8 @@ BACKLOG = 128
 BODY_BYTES_MAX = 64 * 1024
 # A connection that has sent no whole request for this long is closed, also right at its start.
 IDLE_S = 15.0
+# What is left of a body that was refused is read for this long, so that its sender sees why.
+LINGER_S = 1.0
 
 RESOURCES: tuple[Routes, ...] = (
     status.routes,
@@ -160,6 +162,7 @@ class RestApi:
             app,
             access_log=None,
             keepalive_timeout=IDLE_S,
+            lingering_time=LINGER_S,
             shutdown_timeout=SHUTDOWN_TIMEOUT_S,
         )
         await runner.setup()

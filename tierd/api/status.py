@@ -61,6 +61,10 @@ def _status(
         history=schemas.History(degraded=daemon.catalog.degraded, lost=daemon.catalog.lost),
         session_faults=daemon.attach.faults,
         doctor=doctor,
+        refusals=[
+            schemas.Refusal(pid=r.pid, at=moment(r.at), reason=r.reason)
+            for r in daemon.attach.refusals
+        ],
     )
 
 

@@ -86,7 +86,7 @@ def delete_image(path: Path, name: str, *, wipe: bool, quiet: bool) -> dict[str,
     from tierd.api import rest_client
 
     resource = f"/v1/images/{name}?wipe={'true' if wipe else 'false'}"
-    return _watch(path, rest_client.change(path, "DELETE", resource), "deleting", quiet)
+    return _watch(path, rest_client.change(path, "POST", f"{resource}/cancel"), "deleting", quiet)
 
 
 def _watch(path: Path, begun: dict[str, Any], title: str, quiet: bool) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _watch(path: Path, begun: dict[str, Any], title: str, quiet: bool) -> dict[s
                 if report is not None:
                     report(now["done_bytes"], now["total_bytes"])
     except KeyboardInterrupt:
-        rest_client.change(path, "DELETE", resource)
+        rest_client.change(path, "POST", f"{resource}/cancel")
         raise JobFailedError(f"job {job['job']} was cancelled") from None
     if job["state"] not in _ENDED:
         raise JobFailedError(f"the daemon stopped before job {job['job']} ended; run: tierd status")
@@ -162,7 +162,7 @@ def cancel_job(job: str, api_socket: str | None, config_path: Path | None, as_js
     from tierd.api import rest_client
 
     path = api_path(api_socket, config_path)
-    answer = rest_client.change(path, "DELETE", f"/v1/jobs/{job}")
+    answer = rest_client.change(path, "POST", f"/v1/jobs/{job}/cancel")
     if as_json:
         print_json(answer)
         return

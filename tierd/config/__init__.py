@@ -68,8 +68,19 @@ class DaemonSection(Section):
         2000,
         ge=0,
         le=60_000,
-        description="On a clean stop, how long requests that are under way may take to be "
-        "answered before the rest is cancelled.",
+        description="On a clean stop, how long engines may take to go on without the daemon, "
+        "and reads that are under way to land, before the daemon leaves all the same.",
+    )
+    watchdog_ms: int = Field(
+        2000,
+        ge=200,
+        le=600_000,
+        description="A pump or an event loop that stands still for this long turns /healthz red.",
+    )
+    watchdog_ends: bool = Field(
+        False,
+        description="End the process when something has stood still twice as long, for its "
+        "supervisor to start it anew. Engines serve themselves meanwhile.",
     )
 
 

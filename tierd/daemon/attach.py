@@ -15,7 +15,7 @@ import os
 import socket
 import time
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,6 +44,10 @@ VISITOR_IDLE_S = 30.0
 INLINE_BYTES_MAX = 48 * 1024
 WORKERS_MAX = 16
 DRAIN_LOOK_S = 0.005
+# A device that does not answer may hold a client's reads for long, so workers wait in turns.
+DETACH_MS = 50
+DETACH_LOOK_S = 0.2
+REFUSALS_MAX = 16
 
 
 class ImageRef(BaseModel):
@@ -85,7 +89,25 @@ class AttachedClient:
     since: float
     view: ChannelView
     attached: Attached
+    file: tuple[int, int]
     caches: tuple[CacheOf, ...] = ()
+
+    @property
+    def let_go(self) -> bool:
+        """Whether nobody would notice if this daemon were gone."""
+        rings = range(len(self.view.rings))
+        if self.view.guarded:
+            return all(map(self.view.handed_over, rings))
+        return not any(map(self.view.outstanding, rings))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Refusal:
+    """An engine that this daemon cannot serve, since one of the two is too old."""
+
+    pid: int
+    at: float
+    reason: str
 
 
 class AttachServer:
@@ -95,6 +117,8 @@ class AttachServer:
         clients: attached clients by id.
         departed: image name -> ring counters of the clients that have gone, added up.
         faults: sessions that ended by a fault of ours; each is in the log with its traceback.
+        refusals: engines of versions that are not served, newest last.
+        left: clients whose reads were still in flight when the daemon stopped.
     """
 
     def __init__(
@@ -107,6 +131,10 @@ class AttachServer:
         self.clients: dict[str, AttachedClient] = {}
         self.departed: dict[str, Counter[str]] = {}
         self.faults = 0
+        self.left = 0
+        self.refusals: deque[Refusal] = deque(maxlen=REFUSALS_MAX)
+        self.channels: set[tuple[int, int]] = set()  # memory files that are served
+        self.give_up = False
         self.workers = ThreadPoolExecutor(WORKERS_MAX, thread_name_prefix="tierd-attach")
         self.attaching = 0
         self._sessions: dict[asyncio.Task[None], socket.socket] = {}
@@ -118,24 +146,37 @@ class AttachServer:
         asyncio.get_running_loop().add_reader(listener.sock.fileno(), self._accept)
 
     async def stop(self, drain_s: float) -> None:
-        """Stop accepting, let requests under way be answered, and drop every client."""
+        """Stop accepting, hand every client over to its guardian, and drop them all.
+
+        Clients without a guardian get answers to what is under way. After ``drain_s`` seconds
+        the rest is left as it is: guardians find it, and the kernel frees it.
+        """
         loop = asyncio.get_running_loop()
         if self._listener is not None:
             loop.remove_reader(self._listener.sock.fileno())
             self._listener.close()
-        await self._drain(loop.time() + drain_s)
+        deadline = loop.time() + drain_s
+        await self._hand_over(deadline)
         for sock in self._sessions.values():
             sock.shutdown(socket.SHUT_RD)
         if self._sessions:
-            await asyncio.wait(list(self._sessions))
+            left_s = max(deadline - loop.time(), DETACH_LOOK_S)
+            _, pending = await asyncio.wait(list(self._sessions), timeout=left_s)
+            self.give_up = True
+            if pending:
+                await asyncio.wait(pending)
         self.workers.shutdown()
 
-    async def _drain(self, deadline: float) -> None:
+    async def _hand_over(self, deadline: float) -> None:
         loop = asyncio.get_running_loop()
+        if self.clients:
+            leaving = loop.run_in_executor(self.workers, self.plane.leave)
+            await asyncio.wait([leaving], timeout=max(deadline - loop.time(), DETACH_LOOK_S))
         # Shared memory wakes no event, so this looks again and again.
-        while any(map(is_outstanding, self.clients.values())):
+        while not all(client.let_go for client in self.clients.values()):
             if loop.time() >= deadline:
-                log.warning("requests under way are cancelled", clients=len(self.clients))
+                late = [client.pid for client in self.clients.values() if not client.let_go]
+                log.warning("clients are left although they have not let go", pids=late)
                 return
             await asyncio.sleep(DRAIN_LOOK_S)
 
@@ -229,10 +270,10 @@ class _Session:
                 )
 
     def _hello(self, message: dict[str, Any]) -> dict[str, Any]:
-        _check_abi(message.get("abi"))
+        self._check_abi(message.get("abi"))
         return {
             "ok": True,
-            "abi": wire.ABI,
+            "abi": message["abi"],
             "boot_id": self._server.boot_id,
             "pid": os.getpid(),
             "version": __version__,
@@ -254,6 +295,7 @@ class _Session:
     ) -> tuple[dict[str, Any], list[int]]:
         server = self._server
         request = _parse(message)
+        self._check_abi(request.abi)
         if self._client is not None:
             raise AttachError("this connection has attached already; use another one")
         if len(fds) != 1:
@@ -265,18 +307,41 @@ class _Session:
         if len(server.clients) + server.attaching >= server.settings.channel.clients_max:
             most = server.settings.channel.clients_max
             raise AttachError(f"{most} clients are attached, as many as channel.clients_max allows")
+        file = _identity(fds[0])
+        if file in server.channels:
+            # Two pumps must never serve one ring. Its last session may still wait for reads.
+            raise AttachError("the channel is served by a session that is not over; try again")
         server.attaching += 1
+        server.channels.add(file)
         try:
-            self._client = await self._serve_channel(request, wanted, fds[0])
+            self._client = await self._serve_channel(request, wanted, fds[0], file)
+        except BaseException:
+            server.channels.discard(file)
+            raise
+        finally:
+            server.attaching -= 1
+        try:
             return self._answer_attach(self._client, wanted)
         except BaseException:
             await self._drop("attach failed")
             raise
-        finally:
-            server.attaching -= 1
+
+    def _check_abi(self, abi: object) -> None:
+        if abi in range(wire.ABI_OLDEST, wire.ABI + 1):
+            return
+        reason = (
+            f"the engine speaks attach ABI {abi!r:.20}, the daemon {wire.ABI_OLDEST} to "
+            f"{wire.ABI}; install the same tierd on both sides"
+        )
+        self._server.refusals.append(Refusal(self._pid, time.time(), reason))
+        raise AttachError(reason)
 
     async def _serve_channel(
-        self, request: AttachRequest, wanted: Sequence[ServedImage], channel_fd: int
+        self,
+        request: AttachRequest,
+        wanted: Sequence[ServedImage],
+        channel_fd: int,
+        file: tuple[int, int],
     ) -> AttachedClient:
         server = self._server
         view = ChannelView(channel_fd, server.settings.channel)
@@ -301,6 +366,7 @@ class _Session:
             view=view,
             attached=attached,
             caches=tuple(request.caches),
+            file=file,
         )
         server.clients[client.client_id] = client
         names = [image.info.name for image in wanted]
@@ -338,19 +404,37 @@ class _Session:
         server = self._server
         stats = [client.view.stats(ring) for ring in range(len(client.view.rings))]
         totals = {key: sum(ring[key] for ring in stats) for key in ("lookups", "misses", "failed")}
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(server.workers, server.plane.detach, client.attached)
+        if not await self._let_go(client):
+            server.left += 1
+            return
         for image, ring in zip(client.attached.images, stats, strict=True):
             server.departed.setdefault(image.info.name, Counter()).update(ring)
         del server.clients[client.client_id]
+        server.channels.discard(client.file)
         client.view.close()
         log.info("detached", client=client.client_id, **_who(client), why=why, **totals)
         server.catalog.record("detached", client.client_id, **_who(client), why=why, **totals)
 
+    async def _let_go(self, client: AttachedClient) -> bool:
+        """Detach once the device has answered; False if the daemon stops before that."""
+        server, loop = self._server, asyncio.get_running_loop()
+        noticed = False
+        while not await loop.run_in_executor(
+            server.workers, server.plane.detach, client.attached, DETACH_MS
+        ):
+            if not noticed:
+                log.warning("a client has gone and its reads hang", **_who(client))
+                noticed = True
+            if server.give_up:
+                return False
+            await asyncio.sleep(DETACH_LOOK_S)
+        return True
 
-def is_outstanding(client: AttachedClient) -> bool:
-    """Tell whether a client waits for an answer."""
-    return any(client.view.outstanding(ring) for ring in range(len(client.view.rings)))
+
+def _identity(channel_fd: int) -> tuple[int, int]:
+    """Return what tells one memory file from another, whatever descriptor leads to it."""
+    info = os.fstat(channel_fd)
+    return info.st_dev, info.st_ino
 
 
 async def _readable(sock: socket.socket) -> None:
@@ -383,16 +467,7 @@ def _parse(message: dict[str, Any]) -> AttachRequest:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         raise AttachError(f"attach: {place}: {first['msg'].lower()}") from None
-    _check_abi(request.abi)
     return request
-
-
-def _check_abi(abi: object) -> None:
-    if abi != wire.ABI:
-        raise AttachError(
-            f"the engine speaks attach ABI {abi!r:.20}, the daemon {wire.ABI}; "
-            "install the same tierd on both sides"
-        )
 
 
 def _check_ranks(request: AttachRequest, expected: int) -> None:

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 # order matters to a pump, and deeper layers do read later.
 LAYER_NS = 200_000
 BEAT_WAIT_S = 0.5
+STATS_MS = 1000  # for a pump to answer; its loop turns in far less
+STOP_MS = 1000
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -115,6 +117,7 @@ class DataPlane:
         incomplete: images that cannot be served, since a device is missing or for their format.
         shadowed: names that a second device holds as well; the first device serves them.
         pumps: running native pumps.
+        stuck: reads were in flight when it was closed.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -131,6 +134,8 @@ class DataPlane:
         self.incomplete: list[StripedImage] = []
         self.shadowed: list[str] = []
         self.pumps: list[Any] = []
+        self.stuck = False
+        self._stats: dict[int, dict[str, Any]] = {}
 
     @classmethod
     def open(cls, settings: Settings) -> Self:
@@ -208,15 +213,12 @@ class DataPlane:
             crc_sample=self._settings.io.crc_sample,
             cpu=-1 if wanted.cpu < 0 else wanted.cpu + number,
         )
+        self._stats[number] = dict(pump.stats())
         self.pumps.append(pump)
         self._loads.append(0)
-        devices = {}
-        for store in self.stores:
-            fd = store.device.readonly_fd()
-            try:
-                devices[store.uuid] = pump.add_device(fd)
-            finally:
-                os.close(fd)
+        # The exclusive descriptor itself: the kernel lets a successor have the device once no read
+        # through it is in flight, which is what makes its open a drain fence.
+        devices = {store.uuid: pump.add_device(store.device.fileno()) for store in self.stores}
         self._devices.append(devices)
         for image in self.images.values():
             self._add_table(number, image)
@@ -320,7 +322,7 @@ class DataPlane:
         for store in self.stores:
             if device in {store.uuid, store.device.path}:
                 return store
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):  # no such file, or no name of one
                 if os.path.samefile(device, store.device.path):
                     return store
         raise NoDeviceError(f"{device[:200]}: not a device of this daemon; run: tierd status")
@@ -349,10 +351,12 @@ class DataPlane:
             raise AttachError(f"the channel cannot be served: {error}") from None
         return Attached(pump=number, channel=channel, images=tuple(images))
 
-    def detach(self, attached: Attached) -> None:
-        """Let go of a channel; returns once no read of it is in flight."""
-        self.pumps[attached.pump].remove_channel(attached.channel)
+    def detach(self, attached: Attached, timeout_ms: int = -1) -> bool:
+        """Let go of a channel once no read of it is in flight; False if there still is one."""
+        if not self.pumps[attached.pump].remove_channel(attached.channel, timeout_ms):
+            return False
         self._release(attached.pump, attached.images)
+        return True
 
     def _release(self, number: int, images: Sequence[ServedImage]) -> None:
         with self._lock:
@@ -362,26 +366,41 @@ class DataPlane:
             self._drop_retired()
 
     def stats(self) -> list[dict[str, Any]]:
-        """Return each pump's counters."""
-        return [dict(pump.stats()) for pump in self.pumps]
+        """Return each pump's counters; those of the last look for a pump that stands still."""
+        for number, pump in enumerate(self.pumps):
+            with contextlib.suppress(TimeoutError):
+                self._stats[number] = dict(pump.stats(STATS_MS))
+        return [self._stats[number] for number in sorted(self._stats)]
 
     def is_beating(self) -> bool:
         """Wake every pump and tell whether its loop counter moves within half a second."""
-        before = [pump.stats()["beats"] for pump in self.pumps]
+        before = [pump.beats for pump in self.pumps]
         for pump in self.pumps:
             os.eventfd_write(pump.wake_fd, 1)
         deadline = time.monotonic() + BEAT_WAIT_S
         for pump, beat in zip(self.pumps, before, strict=True):
-            while pump.stats()["beats"] == beat:
+            while pump.beats == beat:
                 if time.monotonic() > deadline:
                     return False
                 time.sleep(0.001)
         return True
 
-    def close(self) -> None:
-        """Stop the pumps, then let go of the devices. Idempotent."""
+    def leave(self) -> None:
+        """Ask the guardians of all clients, present and future, to take over."""
         for pump in self.pumps:
-            pump.stop()
+            pump.leave()
+
+    def close(self) -> None:
+        """Stop the pumps, then let go of the devices. Idempotent.
+
+        A device that does not answer is waited for briefly. Then everything stays as it is, and
+        ``stuck`` says that only the process's end frees it; until the last read has landed the
+        kernel keeps the device from whoever comes next.
+        """
+        for pump in self.pumps:
+            self.stuck |= not pump.stop(STOP_MS)
+        if self.stuck:
+            return
         self.pumps.clear()
         for image in [*self.images.values(), *self._retired]:
             image.release()

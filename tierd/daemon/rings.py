@@ -66,6 +66,8 @@ class ChannelView:
         rank: the rank that the header names.
         world: ranks of the engine, as the header says.
         client_id: 16 bytes that the client chose.
+        abi: version of this protocol that the client speaks.
+        guarded: whether a guardian of the client answers what a daemon leaves.
         rings: layouts, in ring order.
     """
 
@@ -92,15 +94,18 @@ class ChannelView:
 
     def _read_header(self, size: int, limits: ChannelSection) -> None:
         magic, abi, total, count, rank, world, _, client_id = _HEADER.unpack_from(self._map)
-        if magic != protocol.CHANNEL_MAGIC or abi != protocol.CHANNEL_ABI:
+        served = range(protocol.CHANNEL_ABI_OLDEST, protocol.CHANNEL_ABI + 1)
+        if magic != protocol.CHANNEL_MAGIC or abi not in served:
             raise AttachError(f"channel with magic {magic:#x} and ABI {abi}: not one of ours")
         if total != size:
             raise AttachError(f"channel of {size} bytes whose header says {total}")
         if not 1 <= count <= protocol.RINGS_MAX:
             raise AttachError(f"channel with {count} rings; 1 to {protocol.RINGS_MAX} are served")
         self.rank, self.world, self.client_id = rank, world, client_id
+        self.abi = abi
         self.bytes = size
         self.rings = tuple(self._read_entry(ring, size, limits) for ring in range(count))
+        self.guarded = all(ring.flags & protocol.RING_FLAG_GUARDED for ring in self.rings)
         pages = sum(ring.arena_pages for ring in self.rings)
         if pages > limits.arena_pages_max:
             raise AttachError(
@@ -143,11 +148,21 @@ class ChannelView:
         return dict(zip(STAT_NAMES, values, strict=True))
 
     def outstanding(self, ring: int) -> int:
-        """Return how many published requests the daemon has not answered, 0..8."""
+        """Return how many published requests no server has answered, 0..8."""
         doorbell = self._word(ring, protocol.OFFSET_DOORBELL)
-        done = self._word(ring, protocol.OFFSET_DONE_D)
-        ahead = (doorbell - done) & 0xFFFFFFFF
+        words = (protocol.OFFSET_DONE_D, protocol.OFFSET_DONE_G)
+        ahead = min((doorbell - self._word(ring, done)) & 0xFFFFFFFF for done in words)
         return ahead if ahead <= protocol.RING_DEPTH else 0
+
+    def server(self, ring: int) -> str:
+        """Return who serves a ring: ``daemon`` or ``guardian``."""
+        return "guardian" if self._word(ring, protocol.OFFSET_TENURE) == 1 else "daemon"
+
+    def handed_over(self, ring: int) -> bool:
+        """Tell whether the guardian serves a ring and no read of the daemon is in flight."""
+        epoch = self._word(ring, protocol.OFFSET_TENURE + 4)
+        drained = self._word(ring, protocol.OFFSET_DRAINED) == epoch
+        return drained and self.server(ring) == "guardian"
 
     def _word(self, ring: int, offset: int) -> int:
         return int(_U32.unpack_from(self._map, self.rings[ring].control + offset)[0])

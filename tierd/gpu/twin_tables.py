@@ -13,7 +13,7 @@ from tierd.io import _core
 from tierd.types import RowFormat
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from tierd.gpu.audit import Audit
     from tierd.gpu.tables import TableOptions
@@ -39,6 +39,11 @@ class TableClient:
         self._twin = twin
         self._device = device
         self._audit = audit
+
+    def rewaker(self) -> Callable[[int], None]:
+        """Return what makes kicks wake another daemon's pump; it does not keep this alive."""
+        rewake: Callable[[int], None] = self._open().rewake
+        return rewake
 
     @property
     def raw(self) -> bool:

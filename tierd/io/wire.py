@@ -19,7 +19,9 @@ from tierd.errors import AttachError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-ABI = 1
+ABI = 2
+# A daemon serves engines of this version and of the one before.
+ABI_OLDEST = 1
 MESSAGE_BYTES_MAX = 64 * 1024
 # The kernel passes at most 253 descriptors with one message (SCM_MAX_FD).
 FDS_MAX = 253

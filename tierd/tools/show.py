@@ -43,6 +43,10 @@ def status(state: dict[str, Any], clients: list[dict[str, Any]]) -> None:
     for number, pump in enumerate(state["pumps"]):
         reason = f" ({pump['transport_reason']})" if pump["transport_reason"] else ""
         console.print(f"  pump {number}: {pump['transport']}{reason}")
+    doctor = state["doctor"]
+    if doctor["problems"] or doctor["warnings"]:
+        found = f"{doctor['problems']} problems, {doctor['warnings']} warnings"
+        console.print(f"  the machine has {found}; run: tierd doctor")
     if state["history"]["degraded"]:
         console.print(f"  history is not being kept: {state['history']['degraded']}")
     for absent in state["absent_devices"]:
@@ -51,6 +55,8 @@ def status(state: dict[str, Any], clients: list[dict[str, Any]]) -> None:
         console.print(f"  not served: {image['name']}: {image['reason']}")
     for name in state["shadowed_images"]:
         console.print(f"  not served: {name}: another device has it as well")
+    for refusal in state["refusals"]:
+        console.print(f"  refused pid {refusal['pid']}: {refusal['reason']}")
     console.print(f"  {state['images']} images, {len(clients)} clients")
     if clients:
         console.print(_rings(clients))
@@ -89,6 +95,23 @@ def job(job: dict[str, Any]) -> None:
         console.print(f"  {job['error']}")
     if job["result"] is not None:
         console.print(json.dumps(job["result"], indent=2))
+
+
+def findings(found: list[dict[str, Any]]) -> None:
+    """Print an examination, the worst first."""
+    console = make_console()
+    words = {"ok": "ok", "warning": "WARNING", "problem": "PROBLEM"}
+    for finding in found:
+        about = f" {finding['subject']}" if finding["subject"] else ""
+        head = f"{words[finding['severity']]:<8} {finding['check']}{about}: {finding['finding']}"
+        console.print(head)
+        if finding["severity"] == "ok":
+            continue
+        for name in ("cause", "evidence"):
+            if finding[name]:
+                console.print(f"         {name}: {finding[name]}")
+        if finding["cure"]:
+            console.print(f"         run: {finding['cure']}")
 
 
 def event(event: dict[str, Any]) -> str:

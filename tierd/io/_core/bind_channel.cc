@@ -130,6 +130,8 @@ void bind_channel(nb::module_& m) {
             client.drive(std::move(pump));
         }, "pump"_a,
              "From now on waits turn this simulated pump instead of sleeping.")
+        .def("rewake", &RingClient::rewake, "wake_fd"_a,
+             "From now on publishing wakes the pump with this eventfd (duplicated).")
         .def("pages", &copy_pages, "sequence"_a,
              "A copy [count, 4096] of the pages of an answered request that is not retired.")
         .def("retire", &RingClient::retire, "sequence"_a,

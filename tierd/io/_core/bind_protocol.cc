@@ -13,12 +13,14 @@ void bind_protocol(nb::module_& m) {
     nb::module_ p = m.def_submodule("protocol", "Constants of docs/protocol.md.");
     p.attr("CHANNEL_MAGIC") = kChannelMagic;
     p.attr("CHANNEL_ABI") = kChannelAbi;
+    p.attr("CHANNEL_ABI_OLDEST") = kChannelAbiOldest;
     p.attr("LINE_BYTES") = kLineBytes;
     p.attr("RING_DEPTH") = kRingDepth;
     p.attr("RINGS_MAX") = kRingsMax;
     p.attr("ROWS_MAX_LIMIT") = kRowsMaxLimit;
     p.attr("ARENA_PAGES_LIMIT") = kArenaPagesLimit;
     p.attr("RING_FLAG_GPU") = kRingFlagGpu;
+    p.attr("RING_FLAG_GUARDED") = kRingFlagGuarded;
     p.attr("RING_FLAG_HINT") = kRingFlagHint;
     p.attr("SAMPLE_HEADER_BYTES") = sizeof(SampleHeader);
     p.attr("SAMPLE_CAPACITY") = kSampleCapacity;
@@ -41,6 +43,7 @@ void bind_protocol(nb::module_& m) {
     p.attr("OFFSET_DONE_G") = offsetof(RingControl, done_g);
     p.attr("OFFSET_STATUS_G") = offsetof(RingControl, status_g);
     p.attr("OFFSET_TENURE") = offsetof(RingControl, tenure);
+    p.attr("OFFSET_LEAVING") = offsetof(RingControl, leaving);
     p.def("descriptor_bytes", &descriptor_bytes, "rows_max"_a);
     p.def("sample_hash", &sample_hash, "row"_a);
     p.def("array_bytes", &array_bytes, "rows_max"_a);

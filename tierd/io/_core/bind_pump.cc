@@ -20,9 +20,10 @@ using Extents = nb::ndarray<const std::uint64_t, nb::shape<-1, 4>, nb::c_contig,
 void make_pump(Pump* self, const std::string& transport, std::uint32_t queue_depth,
                std::uint32_t read_threads, std::uint32_t spin_us, std::uint32_t park_us,
                std::uint32_t crc_sample, bool checks, int cpu, std::uint64_t seed,
-               double play_base_us, double play_page_us) {
+               double play_base_us, double play_page_us, bool guardian, std::uint32_t suspect_ms,
+               bool end_rank) {
     new (self) Pump({transport, queue_depth, read_threads, spin_us, park_us, crc_sample, checks, cpu,
-                     seed, play_base_us, play_page_us});
+                     seed, play_base_us, play_page_us, guardian, suspect_ms, end_rank});
 }
 
 std::uint32_t add_table(Pump& pump, std::uint64_t image_id, std::uint32_t generation,
@@ -34,6 +35,10 @@ std::uint32_t add_table(Pump& pump, std::uint64_t image_id, std::uint32_t genera
         spec.extents.push_back({extents(i, 0), extents(i, 1), extents(i, 2), extents(i, 3)});
     nb::gil_scoped_release release;
     return pump.add_table(spec);
+}
+
+std::uint64_t timeout_of(std::int64_t timeout_ms) {
+    return timeout_ms < 0 ? kForever : static_cast<std::uint64_t>(timeout_ms) * 1'000'000;
 }
 
 nb::dict ring_counters(const RingCounters& c) {
@@ -69,12 +74,14 @@ nb::list ring_reports(const PumpStats& s) {
     return rings;
 }
 
-nb::dict stats(Pump& pump) {
-    PumpStats s;
+nb::dict stats(Pump& pump, std::int64_t timeout_ms) {
+    std::optional<PumpStats> found;
     {
         nb::gil_scoped_release release;
-        s = pump.stats();
+        found = pump.stats(timeout_of(timeout_ms));
     }
+    if (!found) throw TimeoutError("the pump's loop stands still");
+    const PumpStats& s = *found;
     nb::dict d = ring_counters(s.totals);
     d["reads"] = s.reads;
     d["retries"] = s.retries;
@@ -84,6 +91,7 @@ nb::dict stats(Pump& pump) {
     d["parks"] = s.parks;
     d["wakes"] = s.wakes;
     d["beats"] = s.beats;
+    d["held_back"] = s.held_back;
     d["cpu_user_ns"] = s.cpu_user_ns;
     d["cpu_system_ns"] = s.cpu_system_ns;
     nb::list latency;
@@ -116,11 +124,15 @@ void bind_pump(nb::module_& m) {
                      "threads and says why in transport_reason) or a pump that is stopped.\n"
                      "crc_sample checks the CRC of one page in so many: 0 never, 1 always.\n"
                      "play_base_us, play_page_us: for measurements, play a device whose burst of n\n"
-                     "pages takes base + n * page; transport='memory' copies from mapped files.")
+                     "pages takes base + n * page; transport='memory' copies from mapped files.\n"
+                     "guardian=True makes the engine's side of docs/protocol.md, 'Two servers': it\n"
+                     "takes a ring whose daemon stands still for suspect_ms while a request waits,\n"
+                     "and gives it back; end_rank ends the process when a GPU ring's request fails.")
         .def("__init__", &make_pump, nb::kw_only(), "transport"_a = "auto", "queue_depth"_a = 128,
              "read_threads"_a = 16, "spin_us"_a = 50, "park_us"_a = 50, "crc_sample"_a = 16,
              "checks"_a = true, "cpu"_a = -1, "seed"_a = 0, "play_base_us"_a = 0.0,
-             "play_page_us"_a = 0.0)
+             "play_page_us"_a = 0.0, "guardian"_a = false, "suspect_ms"_a = 20,
+             "end_rank"_a = false)
         .def_prop_ro("transport", &Pump::transport, "'io_uring', 'threads', 'memory' or 'simulated'.")
         .def_prop_ro("transport_reason", &Pump::transport_reason,
                      "'' or why not io_uring, fixed buffers or fixed files.")
@@ -140,21 +152,35 @@ void bind_pump(nb::module_& m) {
              "wrong with it.")
         .def("add_ring", &Pump::add_ring, "channel"_a, "ring"_a, "table"_a, Release(),
              "Serve one ring of a channel from a table, going on behind its last answered request.")
-        .def("remove_channel", &Pump::remove_channel, "channel"_a, Release(),
-             "Wait until its reads are reaped, answer what is outstanding with `cancelled`.")
+        .def("remove_channel", [](Pump& pump, std::uint32_t channel, std::int64_t timeout_ms) {
+            return pump.remove_channel(channel, timeout_of(timeout_ms));
+        }, "channel"_a, "timeout_ms"_a = -1, Release(),
+             "Wait until its reads are reaped, then answer what is outstanding with `cancelled`,\n"
+             "unless a guardian will answer it. False if reads are left after `timeout_ms` (-1:\n"
+             "never); call again then. It takes nothing new meanwhile.")
         .def("start", &Pump::start, Release())
-        .def("stop", &Pump::stop, Release(), "As remove_channel for all, then end. Idempotent.")
+        .def("stop", [](Pump& pump, std::int64_t timeout_ms) {
+            return pump.stop(timeout_of(timeout_ms));
+        }, "timeout_ms"_a = -1, Release(),
+             "As remove_channel for all, then end. Idempotent. False if reads are left: then the\n"
+             "thread goes on, and the process has to end without letting go of the pump.")
+        .def_prop_ro("beats", &Pump::beats,
+                     "The loop counter; never waits, not even for a loop that stands still.")
+        .def("leave", &Pump::leave, Release(), "Ask the guardians of all rings to take over.")
+        .def("alarm", &Pump::alarm, "A guardian's: take every ring from the daemon now.")
         .def("turn", &Pump::turn,
              "One round of a simulated pump's loop (transport='simulated': no thread, simulated\n"
              "devices, everything by `seed`).")
         .def("abandon", &Pump::abandon,
              "Leave a simulated pump as a killed process would: nothing more is answered.")
-        .def("stats", &stats,
+        .def("stats", &stats, "timeout_ms"_a = -1,
+             "TimeoutError if the loop stands still for `timeout_ms` (-1: wait for ever).\n"
              "Plain counters: requests, pages (of requests answered ok), failed {status: requests},\n"
              "jumps (nonsense doorbells), takeovers, staged (pages found where a\n"
              "hint left them), read_ns (of all requests,\n"
              "from seeing the doorbell to answering), reads, retries, crc_checked, in_flight,\n"
-             "in_flight_max, parks, wakes, beats, cpu_user_ns and cpu_system_ns of the pump's\n"
+             "in_flight_max, parks, wakes, beats, held_back (looks at a request whose pages were\n"
+             "still being read into), cpu_user_ns and cpu_system_ns of the pump's\n"
              "thread, latency_us (reads from submission to reaping; entry i counts those below\n"
              "2^i us), rings, devices, transport, transport_reason.");
 }

@@ -171,6 +171,8 @@ void bind_twin(nb::module_& m) {
             table.drive(std::move(pump));
         }, "pump"_a,
              "From now on waits turn this simulated pump instead of sleeping.")
+        .def("rewake", &TwinTable::rewake, "wake_fd"_a,
+             "From now on kicks wake the pump with this eventfd (duplicated).")
         .def("set_quota", &TwinTable::set_quota, "ways"_a,
              "Ways per set that the table may hold; nothing is flushed.")
         .def("set_timeout", &TwinTable::set_timeout, "timeout_ns"_a,

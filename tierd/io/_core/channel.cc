@@ -194,6 +194,12 @@ RingClient::~RingClient() {
     channel_->release_ring(index_);
 }
 
+void RingClient::rewake(int wake_fd) {
+    if (wake_fd_ < 0) return;
+    // The number stays the same, so that no publisher can meet a closed one.
+    if (dup3(wake_fd, wake_fd_, O_CLOEXEC) < 0) throw_errno("dup of the pump's eventfd");
+}
+
 void RingClient::take_levels(std::uint32_t first_sequence) {
     RingControl& c = *ring_.control;
     const std::uint32_t doorbell = load_acquire(c.doorbell.value);

@@ -86,6 +86,9 @@ class RingClient {
     const RingView& ring() const { return ring_; }
     std::uint32_t published() const { return published_; }
 
+    // From now on publishing wakes another pump; a thread that publishes meanwhile wakes either.
+    void rewake(int wake_fd);
+
     // Whether a request of `count` rows could be published now.
     bool has_room(std::uint32_t count) const;
     // Publishes into room that is there (has_room); returns the sequence.

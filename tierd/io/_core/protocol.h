@@ -14,7 +14,9 @@
 namespace tierd {
 
 inline constexpr std::uint32_t kChannelMagic = 0x4e484354;  // "TCHN"
-inline constexpr std::uint32_t kChannelAbi = 1;
+inline constexpr std::uint32_t kChannelAbi = 2;
+// A server serves channels of this version and the one before: 1 has neither guardian nor leaving.
+inline constexpr std::uint32_t kChannelAbiOldest = 1;
 inline constexpr std::uint32_t kLineBytes = 64;
 inline constexpr std::uint32_t kPageBytes = 4096;
 inline constexpr std::uint32_t kRingDepth = 8;  // requests between publish and retire
@@ -70,7 +72,8 @@ struct RingControl {
     Line32 done_g;        // guardian: as done_d
     StatusLine status_g;  // guardian: as status_d
     TenureLine tenure;    // guardian
-    std::uint8_t pad[1024 - 11 * kLineBytes];
+    Line32 leaving;       // daemon: 1 once it wants the guardian to take the ring over
+    std::uint8_t pad[1024 - 12 * kLineBytes];
 };
 
 struct alignas(kLineBytes) DescriptorHeader {
@@ -96,9 +99,10 @@ struct RingEntry {
     std::uint32_t flags;  // kRingFlag*
 };
 inline constexpr std::uint32_t kRingFlagGpu = 1;  // the client is a GPU: it cannot ring the eventfd
+inline constexpr std::uint32_t kRingFlagGuarded = 2;  // a guardian answers what a daemon leaves
 // Requests of this ring are hints: the daemon reads their pages into memory of its own, arena_pages
-// pages, where another ring of the same channel and table finds them. The ring has no arenas, and no guardian
-// serves it.
+// pages, where another ring of the same channel and table finds them. The ring has no arenas, and no
+// guardian serves it.
 inline constexpr std::uint32_t kRingFlagHint = 4;
 
 // Written by the client alone, read by the daemon for metrics. Counters since attach.

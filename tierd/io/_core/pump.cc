@@ -87,7 +87,7 @@ void Pump::turn() {
 std::uint64_t Pump::turn_ns() const { return turns_ * kSimTurnNs; }
 
 void Pump::prepare_thread() {
-    pthread_setname_np(pthread_self(), "tierd-pump");
+    pthread_setname_np(pthread_self(), options_.guardian ? "tierd-guardian" : "tierd-pump");
     // The default slack of 50 us would double park_us.
     prctl(PR_SET_TIMERSLACK, 1000);
     if (options_.cpu < 0) return;
@@ -125,9 +125,10 @@ bool Pump::run_commands() {
 }
 
 bool Pump::look_at_rings(std::uint64_t now_ns) {
+    beats_.store(++counts_.beats, std::memory_order_relaxed);
+    if (options_.guardian) return guard_rings(now_ns);
     bool busy = false;
     ++beat_;
-    ++counts_.beats;
     for (ServerRing* ring : rings_) {
         store_release(ring->control().beat.value, beat_);
         if (!ring->serving()) {
@@ -137,14 +138,19 @@ bool Pump::look_at_rings(std::uint64_t now_ns) {
             heap_.remove(ring);
             ring->lose();
             busy = true;
-        } else if (ring->has_news()) {
-            ring->accept(now_ns);
-            ring->complete();  // of what was refused at once
-            reschedule(*ring);
-            busy = true;
+        } else {
+            busy |= look_at_requests(*ring, now_ns);
         }
     }
     return busy;
+}
+
+bool Pump::look_at_requests(ServerRing& ring, std::uint64_t now_ns) {
+    if (!ring.has_news()) return false;
+    ring.accept(now_ns);
+    ring.complete();  // of what was refused at once
+    reschedule(ring);
+    return true;
 }
 
 void Pump::reschedule(ServerRing& ring) {
@@ -163,6 +169,11 @@ bool Pump::issue(std::uint64_t now_ns) {
         ServerRing& ring = *heap_.top();
         if (!ring.ours()) {
             heap_.remove(&ring);  // the next look at the rings finds it lost
+            continue;
+        }
+        if (ring.blocked()) {
+            heap_.remove(&ring);  // the next read of this ring that is reaped brings it back
+            ++counts_.held_back;
             continue;
         }
         ServerRequest& request = *ring.issuing();
@@ -278,7 +289,9 @@ void Pump::finish(std::uint32_t token, std::int32_t result) {
         }
     }
     forget(token);
-    if (request.in_flight == 0 && request.issued == request.limit) complete(ring);
+    if (request.in_flight != 0) return;
+    if (request.issued == request.limit) complete(ring);
+    if (ring.heap_at == kNotInHeap) reschedule(ring);  // it may have been blocked
 }
 
 void Pump::complete(ServerRing& ring) { ring.complete(simulated_ ? turn_ns() : monotonic_ns()); }
@@ -323,7 +336,8 @@ void Pump::set_parked(std::uint32_t value) {
 
 void Pump::sleep() {
     // With a full queue a new request could not start anyway: nobody needs to ring.
-    const bool park = !free_.empty();
+    // And nobody can ring a guardian: it looks by itself.
+    const bool park = !free_.empty() && !options_.guardian;
     if (park) {
         set_parked(1);
         // The client stores the doorbell, fences, and looks at parked; or we see its doorbell here.
@@ -353,6 +367,7 @@ std::uint32_t Pump::wait_count() const {
 
 std::uint64_t Pump::wait_limit_ns() const {
     std::uint64_t limit = counts_.in_flight != 0 || commands_left_ ? kBeatNs : kIdleNs;
+    if (options_.guardian) return std::min(limit, guard_limit_ns());
     if (gpu_rings_ != 0) limit = std::min(limit, park_ns_);  // a GPU rings no eventfd
     for (const ServerRing* ring : rings_)
         if (!ring->serving()) limit = std::min(limit, kTakenNs);

@@ -1,5 +1,8 @@
 // One native thread that serves the rings of many channels.
 //
+// In the daemon it serves arena D. As an engine's guardian (PumpOptions::guardian) it serves arena
+// G, and only while the daemon does not; what it does in between is in pump_guard.cc.
+//
 // The data path (pump.cc) belongs to that thread alone: it looks at every ring, puts the waiting
 // requests into deadline order, keeps at most queue_depth reads in flight, judges each page and
 // answers. The control path (pump_control.cc) runs in the callers' threads; what it has to change
@@ -17,6 +20,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -32,6 +36,7 @@ namespace tierd {
 
 inline constexpr std::uint32_t kPumpRingsMax = 4096;
 inline constexpr std::uint32_t kLatencyBuckets = 32;
+inline constexpr std::uint64_t kForever = ~0ull;
 
 struct PumpOptions {
     std::string transport = "auto";  // "auto", "io_uring", "threads", "memory" or "simulated"
@@ -46,6 +51,11 @@ struct PumpOptions {
     // Plays a slower device (reader_played.h), unless both are 0.
     double play_base_us = 0;
     double play_page_us = 0;
+    bool guardian = false;
+    std::uint32_t suspect_ms = 20;  // how long a daemon may stand still while a request waits
+    // A guardian's answer to a request of a GPU ring that failed for good: say why and end the
+    // process, since a GPU that waits for rows cannot be told otherwise.
+    bool end_rank = false;
 };
 
 struct ServedTableSpec {
@@ -74,6 +84,7 @@ struct PumpStats {
     std::uint64_t reads = 0, retries = 0, crc_checked = 0;
     std::uint32_t in_flight = 0, in_flight_max = 0;
     std::uint64_t parks = 0, wakes = 0, beats = 0;
+    std::uint64_t held_back = 0;  // looks at a request whose pages were still being read into
     std::uint64_t cpu_user_ns = 0, cpu_system_ns = 0;  // of the pump's thread
     // From submission to reaping; bucket i counts reads below 2^i us (and not below 2^(i-1)).
     std::array<std::uint64_t, kLatencyBuckets> latency_us{};
@@ -106,10 +117,23 @@ class Pump : public Driver {
     void remove_table(std::uint32_t table);
     std::uint32_t add_channel(int fd);
     void add_ring(std::uint32_t channel, std::uint32_t ring, std::uint32_t table);
-    void remove_channel(std::uint32_t channel);
+    // Waits until no read of the channel is in flight, for at most `timeout_ns`; false if some are
+    // left (call again: the channel takes nothing new meanwhile).
+    bool remove_channel(std::uint32_t channel, std::uint64_t timeout_ns = kForever);
     void start();
-    void stop();
+    // As remove_channel for all, then ends the thread. False if reads are left; then the thread
+    // goes on and so must the process's memory, but stop() may be called again.
+    bool stop(std::uint64_t timeout_ns = kForever);
+    // Nothing if the loop stood still for `timeout_ns`.
+    std::optional<PumpStats> stats(std::uint64_t timeout_ns);
     PumpStats stats();
+    // The loop counter, readable while the loop stands still.
+    const std::atomic<std::uint64_t>& beat_counter() const { return beats_; }
+    std::uint64_t beats() const { return beats_.load(std::memory_order_relaxed); }
+    // Asks the guardians of all rings to take over, now and of rings added later.
+    void leave();
+    // A guardian's: take every ring from the daemon with the next look.
+    void alarm();
 
     // For simulated pumps alone. abandon() is what a killed process leaves: nothing more is
     // answered, the reads in flight land, the channels are unmapped. Turns do nothing then.
@@ -147,12 +171,16 @@ class Pump : public Driver {
     void open_reader(const ReaderFactory& factory);
     std::unique_ptr<Reader> make_reader(const ReaderOptions& options) const;
     void check_running_or_fresh() const;
-    void call(const Step& step);
+    bool is_copy() const;
+    void call(const Step& step) { call(step, kForever); }
+    bool call(const Step& step, std::uint64_t timeout_ns);
     Progress join_ring(ServerRing& ring, std::uint32_t& registered);
     Progress drain_channel(std::uint32_t channel);
     Progress release_ring(ServerRing& ring);
     void link_hints(ServerRing& ring, bool link);
+    bool drain(std::uint32_t channel, std::uint64_t deadline_ns);
     void forget_channel(std::uint32_t channel);
+    void close_devices();
     void collect(PumpStats& out);
 
     // --- data path (pump.cc), the pump's thread only ---------------------------------------------
@@ -162,6 +190,13 @@ class Pump : public Driver {
     void save_cpu_times();
     bool run_commands();
     bool look_at_rings(std::uint64_t now_ns);
+    bool look_at_requests(ServerRing& ring, std::uint64_t now_ns);
+    // pump_guard.cc
+    void start_guarding(ServerRing& ring);
+    bool guard_rings(std::uint64_t now_ns);
+    bool guard_ring(ServerRing& ring, std::uint64_t now_ns);
+    void look_for_failure(ServerRing& ring);
+    std::uint64_t guard_limit_ns() const;
     bool issue(std::uint64_t now_ns);
     std::size_t issue_retries(std::uint64_t now_ns);
     std::uint32_t issue_request(ServerRing& ring, ServerRequest& request, std::uint32_t count,
@@ -195,13 +230,16 @@ class Pump : public Driver {
     std::uint32_t next_channel_ = 0;
     std::uint64_t next_order_ = 0;
     std::uint32_t ring_count_ = 0;
-    bool stopped_ = false;
+    bool stopped_ = false;  // takes nothing new
+    bool leaving_ = false;  // the guardians are to take over
+    bool ended_ = false;    // the thread has gone
 
     // Commands; guarded by command_mutex_.
     std::mutex command_mutex_;
     std::condition_variable command_done_;
     std::vector<Command*> commands_;
     bool running_ = false;
+    int process_ = 0;  // where it was started
     std::atomic<bool> commands_new_{false};
     std::atomic<bool> exit_{false};
     std::thread thread_;
@@ -216,6 +254,10 @@ class Pump : public Driver {
     std::vector<ReadDone> done_;
     bool commands_left_ = false;
     const bool simulated_;
+    const std::uint64_t suspect_ns_;
+    std::atomic<bool> alarm_{false};
+    std::atomic<std::uint64_t> beats_{0};
+    std::uint64_t news_ns_ = 0;  // when a guardian last had something to serve
     std::uint64_t turns_ = 0;
     std::uint32_t gpu_rings_ = 0;
     std::uint32_t beat_ = 0;

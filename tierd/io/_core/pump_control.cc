@@ -12,11 +12,13 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
 
+#include "channel.h"
 #include "pump.h"
 #include "reader_played.h"
 #include "reader_sim.h"
@@ -30,6 +32,10 @@ void require(bool condition, const std::string& what) {
 
 [[noreturn]] void refuse_system(const char* what) {
     throw std::system_error(errno, std::generic_category(), what);
+}
+
+std::uint64_t deadline_of(std::uint64_t timeout_ns) {
+    return timeout_ns == kForever ? kForever : monotonic_ns() + timeout_ns;
 }
 
 void require_range(const char* name, std::uint32_t value, std::uint32_t low, std::uint32_t high) {
@@ -47,6 +53,7 @@ void check_options(const PumpOptions& o) {
     require_range("queue_depth", o.queue_depth, 1, kQueueDepthMax);
     require_range("read_threads", o.read_threads, 1, kReadThreadsMax);
     require(o.park_us != 0, "park_us must be at least 1");
+    require_range("suspect_ms", o.suspect_ms, 1, 10'000);
     if (o.cpu < 0) return;
     cpu_set_t allowed;
     CPU_ZERO(&allowed);
@@ -100,9 +107,11 @@ struct Pump::ServedChannel {
 
 Pump::Pump(const PumpOptions& options, const ReaderFactory& factory)
     : options_(options),
-      spin_ns_(static_cast<std::uint64_t>(options.spin_us) * 1000),
+      // A guardian never spins: the engine's cores are the engine's.
+      spin_ns_(options.guardian ? 0 : static_cast<std::uint64_t>(options.spin_us) * 1000),
       park_ns_(static_cast<std::uint64_t>(options.park_us) * 1000),
-      simulated_(options.transport == "simulated") {
+      simulated_(options.transport == "simulated"),
+      suspect_ns_(std::uint64_t{options.suspect_ms} * 1'000'000) {
     check_options(options_);
     wake_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (wake_fd_ < 0) refuse_system("eventfd");
@@ -143,10 +152,14 @@ std::unique_ptr<Reader> Pump::make_reader(const ReaderOptions& options) const {
 }
 
 Pump::~Pump() {
+    if (is_copy()) {  // nobody is there to be waited for; a child that ends needs nothing tidy
+        thread_.detach();
+        [[maybe_unused]] Reader* left = reader_.release();
+        return;
+    }
     stop();
-    for (const Device& device : devices_)
-        if (device.fd >= 0) close(device.fd);
     reader_.reset();
+    close_devices();  // of one that was abandoned
     close(wake_fd_);
 }
 
@@ -172,25 +185,44 @@ void Pump::start() {
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     running_ = true;
+    process_ = getpid();
 }
 
-void Pump::stop() {
+// A fork copies the pump but not its thread.
+bool Pump::is_copy() const { return process_ != 0 && process_ != getpid(); }
+
+bool Pump::stop(std::uint64_t timeout_ns) {
+    if (is_copy()) return true;
+    const std::uint64_t deadline = deadline_of(timeout_ns);
     std::vector<std::uint32_t> open;
     {
         const std::lock_guard control(control_mutex_);
-        if (stopped_) return;
+        if (ended_) return true;
         stopped_ = true;
         for (auto& [number, channel] : channels_) {
-            if (channel->closing) continue;  // whoever removes it finishes
             channel->closing = true;
             open.push_back(number);
         }
     }
+    // All of them first, so that one that hangs does not keep the others from being let go of.
+    for (const std::uint32_t number : open)
+        if (drain(number, 0)) forget_channel(number);
     for (const std::uint32_t number : open) {
-        call([this, number] { return drain_channel(number); });
+        if (!drain(number, deadline)) return false;
         forget_channel(number);
     }
-    call([this] { return rings_.empty() ? Progress::finished : Progress::waiting; });
+    {
+        const std::lock_guard control(control_mutex_);
+        if (ended_) return true;  // by another caller
+        ended_ = true;
+        // The descriptors go now, not with this object: somebody may wait for the device.
+        call([this] {
+            for (std::uint32_t device = 0; device < kDevicesMax; ++device)
+                if (devices_[device].fd >= 0) reader_->remove_device(device);
+            return Progress::finished;
+        });
+        close_devices();
+    }
     exit_.store(true, std::memory_order_release);
     ring_eventfd(wake_fd_);
     if (thread_.joinable()) thread_.join();
@@ -203,26 +235,53 @@ void Pump::stop() {
     }
     commands_.clear();
     command_done_.notify_all();
+    return true;
 }
 
-void Pump::call(const Step& step) {
+void Pump::close_devices() {
+    for (Device& device : devices_)
+        if (device.fd >= 0) close(std::exchange(device.fd, -1));
+}
+
+void Pump::leave() {
+    // From here, since the loop may stand still, which is a good reason to leave.
+    const std::lock_guard control(control_mutex_);
+    leaving_ = true;
+    for (auto& [number, channel] : channels_)
+        for (const auto& ring : channel->rings) store_release(ring->control().leaving.value, 1);
+}
+
+void Pump::alarm() {
+    alarm_.store(true, std::memory_order_release);
+    ring_eventfd(wake_fd_);
+}
+
+bool Pump::call(const Step& step, std::uint64_t timeout_ns) {
+    if (is_copy()) throw std::runtime_error("the pump runs in the process that this one was forked from");
     std::unique_lock lock(command_mutex_);
     if (!running_) {
         while (step() != Progress::finished)
             if (simulated_) work(turn_ns());
-        return;
+        return true;
     }
     Command command{step};
     commands_.push_back(&command);
     commands_new_.store(true, std::memory_order_release);
     ring_eventfd(wake_fd_);
-    command_done_.wait(lock, [&command] { return command.finished; });
+    const auto finished = [&command] { return command.finished; };
+    if (timeout_ns == kForever) {
+        command_done_.wait(lock, finished);
+    } else if (!command_done_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), finished)) {
+        std::erase(commands_, &command);  // it is not being run: we hold the lock
+        return false;
+    }
+    return true;
 }
 
 void Pump::abandon() {
     if (!simulated_) throw std::runtime_error("only a simulated pump can be abandoned");
     if (stopped_) return;
-    stopped_ = true;
+    stopped_ = ended_ = true;
     reader_->end();
     for (ServerRing* ring : rings_) heap_.remove(ring);
     rings_.clear();
@@ -318,8 +377,9 @@ std::uint32_t Pump::add_channel(int fd) {
     std::memcpy(&channel->header, channel->base, sizeof(ChannelHeader));
     const ChannelHeader& header = channel->header;
     require(header.magic == kChannelMagic, "channel: the header has no magic");
-    require(header.abi == kChannelAbi, "channel: ABI " + std::to_string(header.abi) +
-                                           ", this pump serves " + std::to_string(kChannelAbi));
+    require(header.abi >= kChannelAbiOldest && header.abi <= kChannelAbi,
+            "channel: ABI " + std::to_string(header.abi) + ", this pump serves " +
+                std::to_string(kChannelAbiOldest) + " to " + std::to_string(kChannelAbi));
     require(header.total_bytes >= sizeof(ChannelHeader) && header.total_bytes <= size,
             "channel: the header says " + std::to_string(header.total_bytes) +
                 " bytes, the memfd has " + std::to_string(size));
@@ -348,16 +408,23 @@ void Pump::add_ring(std::uint32_t channel, std::uint32_t ring, std::uint32_t tab
     require(ring_count_ < kPumpRingsMax,
             "a pump serves at most " + std::to_string(kPumpRingsMax) + " rings");
     RingView view(owner.base, owner.header.total_bytes, owner.header.rings[ring]);
-    if ((view.flags & kRingFlagHint) != 0) view.arena_d = owner.make_staging(view.arena_pages);
-    auto made = std::make_unique<ServerRing>(view, served->second.get());
+    if ((view.flags & kRingFlagHint) != 0) {
+        require(!options_.guardian, "a guardian serves no hints");
+        view.arena_d = owner.make_staging(view.arena_pages);
+    }
+    auto made = std::make_unique<ServerRing>(
+        view, served->second.get(), options_.guardian ? Owner::guardian : Owner::daemon);
     made->channel = channel;
     made->number = ring;
     made->table_number = table;
     made->order = next_order_++;
     // Here rather than on the pump's thread: allocating and zeroing the pages is the slow part of
     // registering them. Where it is refused, registering does it.
-    madvise(view.arena_d, static_cast<std::size_t>(view.arena_pages) * kPageBytes,
-            MADV_POPULATE_WRITE);
+    // A guardian registers nothing, and its arena costs no memory before it is needed.
+    if (!options_.guardian)
+        madvise(view.arena_d, static_cast<std::size_t>(view.arena_pages) * kPageBytes,
+                MADV_POPULATE_WRITE);
+    if (!options_.guardian) store_release(view.control->leaving.value, leaving_ ? 1 : 0);
     owner.rings.push_back(std::move(made));
     ++served->second->rings;
     ++ring_count_;
@@ -368,6 +435,10 @@ void Pump::add_ring(std::uint32_t channel, std::uint32_t ring, std::uint32_t tab
 
 // On the pump's thread: registers arena D, one chunk a round, then serves the ring.
 Pump::Progress Pump::join_ring(ServerRing& ring, std::uint32_t& registered) {
+    if (options_.guardian) {
+        start_guarding(ring);
+        return Progress::finished;
+    }
     const std::uint32_t pages = ring.view().arena_pages;
     const std::uint32_t chunks = (pages + kChunkPages - 1) / kChunkPages;
     if (registered == 0) {
@@ -396,16 +467,28 @@ Pump::Progress Pump::join_ring(ServerRing& ring, std::uint32_t& registered) {
     return Progress::finished;
 }
 
-void Pump::remove_channel(std::uint32_t channel) {
+bool Pump::remove_channel(std::uint32_t channel, std::uint64_t timeout_ns) {
+    const std::uint64_t deadline = deadline_of(timeout_ns);
     {
         const std::lock_guard control(control_mutex_);
         const auto at = channels_.find(channel);
-        require(at != channels_.end() && !at->second->closing,
-                "there is no channel " + std::to_string(channel));
+        require(at != channels_.end(), "there is no channel " + std::to_string(channel));
         at->second->closing = true;
     }
-    call([this, channel] { return drain_channel(channel); });
+    if (!drain(channel, deadline)) return false;
     forget_channel(channel);
+    return true;
+}
+
+// False if the deadline passed first. What was begun goes on with the next call.
+bool Pump::drain(std::uint32_t channel, std::uint64_t deadline_ns) {
+    bool drained = false;
+    call([&] {
+        const Progress progress = drain_channel(channel);
+        drained = progress == Progress::finished;
+        return monotonic_ns() >= deadline_ns ? Progress::finished : progress;
+    });
+    return drained;
 }
 
 // On the pump's thread: finished once no ring of the channel is left there.
@@ -435,7 +518,7 @@ Pump::Progress Pump::release_ring(ServerRing& ring) {
         return Progress::more;
     }
     link_hints(ring, false);
-    store_release(ring.control().parked.value, 0);
+    if (!options_.guardian) store_release(ring.control().parked.value, 0);
     gpu_rings_ -= (ring.view().flags & kRingFlagGpu) != 0;
     counts_.totals.add(ring.counters);
     rings_.erase(std::find(rings_.begin(), rings_.end(), &ring));
@@ -467,14 +550,17 @@ void Pump::link_hints(ServerRing& ring, bool link) {
 
 // --- statistics ----------------------------------------------------------------------------------
 
-PumpStats Pump::stats() {
+std::optional<PumpStats> Pump::stats(std::uint64_t timeout_ns) {
     PumpStats out;
-    call([&] {
+    const Step step = [&] {
         collect(out);
         return Progress::finished;
-    });
+    };
+    if (!call(step, timeout_ns)) return std::nullopt;
     return out;
 }
+
+PumpStats Pump::stats() { return *stats(kForever); }
 
 void Pump::collect(PumpStats& out) {
     if (std::this_thread::get_id() == thread_.get_id()) save_cpu_times();

@@ -24,9 +24,13 @@ void wake_futex(std::uint32_t* word) {
 
 }  // namespace
 
-ServerRing::ServerRing(const RingView& view, ServedTable* table)
+ServerRing::ServerRing(const RingView& view, ServedTable* table, Owner role)
     : view_(view),
       table_(table),
+      role_(role),
+      arena_(role == Owner::daemon ? view.arena_d : view.arena_g),
+      done_word_(role == Owner::daemon ? view.control->done_d : view.control->done_g),
+      status_(role == Owner::daemon ? view.control->status_d : view.control->status_g),
       page_numbers_(new std::uint32_t[2 * static_cast<std::size_t>(kRingDepth) * view.rows_max]) {
     for (std::uint32_t i = 0; i < kRingDepth; ++i) {
         requests_[i].pages = page_numbers_.get() + 2 * static_cast<std::size_t>(i) * view.rows_max;
@@ -46,14 +50,38 @@ bool ServerRing::adopt() {
     const Tenure now = load_tenure(c.tenure);
     if (load_relaxed(c.drained.value) != now.epoch) store_release(c.drained.value, now.epoch);
     if (now.owner != static_cast<std::uint32_t>(Owner::daemon)) return false;
-    // The later of the two done words, seen from the doorbell, which both can trail by at most a
-    // ring's depth. Anything else is nonsense and restarts the ring at its doorbell.
-    const std::uint32_t doorbell = load_acquire(c.doorbell.value);
-    const std::uint32_t behind = std::min(doorbell - load_acquire(c.done_d.value),
-                                          doorbell - load_acquire(c.done_g.value));
-    start_at(doorbell - std::min(behind, kRingDepth));
+    start_behind_answers();
     epoch_ = now.epoch;
     return serving_ = true;
+}
+
+void ServerRing::start_behind_answers() {
+    // The later of the two done words, seen from the doorbell, which both can trail by at most a
+    // ring's depth. Anything else is nonsense and restarts the ring at its doorbell.
+    const std::uint32_t doorbell = load_acquire(view_.control->doorbell.value);
+    const std::uint32_t behind = unanswered(*view_.control);
+    start_at(doorbell - std::min(behind, kRingDepth));
+}
+
+void ServerRing::take() {
+    if (closing_) return;
+    TenureLine& tenure = view_.control->tenure;
+    epoch_ = load_tenure(tenure).epoch + 1;
+    store_tenure(tenure, {static_cast<std::uint32_t>(Owner::guardian), epoch_});
+    // The daemon may answer one more request after its last look at the tenure, and then it is
+    // answered twice; both answers are right.
+    start_behind_answers();
+    yielding_ = false;
+    serving_ = true;
+    ++counters.takeovers;
+}
+
+bool ServerRing::hand_back() {
+    yielding_ = true;
+    if (accepted_ != done_ || in_flight != 0) return false;
+    serving_ = false;
+    store_tenure(view_.control->tenure, {static_cast<std::uint32_t>(Owner::daemon), epoch_ + 1});
+    return true;
 }
 
 void ServerRing::lose() {
@@ -63,7 +91,7 @@ void ServerRing::lose() {
 
 
 bool ServerRing::has_news() const {
-    if (!serving_ || closing_) return false;
+    if (!serving_ || closing_ || yielding_) return false;
     const std::uint32_t doorbell = load_acquire(view_.control->doorbell.value);
     // A doorbell that went back, or ahead of what a ring can hold, has to wait: what is being
     // served is finished first.
@@ -127,6 +155,21 @@ void ServerRing::advance_issue() {
     }
 }
 
+bool ServerRing::blocked() {
+    const ServerRequest& next = requests_[issue_ % kRingDepth];
+    if (next.issued != 0) return false;  // it was judged when it began
+    for (std::uint32_t s = done_ + 1; s != issue_; ++s) {
+        const ServerRequest& q = requests_[s % kRingDepth];
+        if (q.in_flight == 0) continue;
+        // Two runs of a circle meet if either one's first page lies in the other.
+        const std::uint32_t size = view_.arena_pages;
+        const std::uint32_t ahead = (next.first_page + size - q.first_page) % size;
+        const std::uint32_t back = (q.first_page + size - next.first_page) % size;
+        if (ahead < q.issued || back < next.limit) return true;
+    }
+    return false;
+}
+
 void ServerRing::fail(ServerRequest& request, Status status) {
     if (request.status == Status::ok) request.status = status;
     request.limit = request.issued;
@@ -139,9 +182,8 @@ std::uint32_t ServerRing::head_remaining() const {
 }
 
 void ServerRing::answer(std::uint32_t sequence, Status status) {
-    RingControl& c = *view_.control;
-    store_release(c.status_d.word[sequence % kRingDepth], status_word(sequence, status));
-    store_release(c.done_d.value, sequence);
+    store_release(status_.word[sequence % kRingDepth], status_word(sequence, status));
+    store_release(done_word_.value, sequence);
     done_ = sequence;
     ++counters.answered[static_cast<std::uint32_t>(status)];
 }
@@ -202,6 +244,7 @@ void ServerRing::wake_waiter() {
     // done, fence, and look at waiter: one of the two sees the other.
     std::atomic_thread_fence(std::memory_order_seq_cst);
     RingControl& c = *view_.control;
+    // Clients sleep on done_d, whoever answers.
     if (load_acquire(c.waiter.value) != 0) wake_futex(&c.done_d.value);
 }
 
@@ -218,6 +261,10 @@ void ServerRing::close() {
 void ServerRing::cancel_rest() {
     if (!serving_) return;
     complete();
+    if (role_ == Owner::guardian || (view_.flags & kRingFlagGuarded) != 0) {
+        serving_ = false;
+        return;
+    }
     const std::uint32_t doorbell = load_acquire(view_.control->doorbell.value);
     if (doorbell - done_ > kRingDepth) start_at(doorbell - kRingDepth);
     while (done_ != doorbell && ours()) answer(done_ + 1, Status::cancelled);

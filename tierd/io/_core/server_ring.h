@@ -2,7 +2,8 @@
 //
 // The protocol's rules for a server live here (docs/protocol.md): copy a request out once and judge
 // the copy, answer in order, look at the tenure before a read is submitted and before a request is
-// completed, and report a drained ring only when no read of it is in flight.
+// completed, and report a drained ring only when no read of it is in flight. Daemon and guardian
+// share them; they differ in whose arena and words they write, and in who may change the tenure.
 //
 // Fault model: every word of the channel may hold any value at any time. A server never indexes
 // with, waits for, or loops over a number it has not bounded first.
@@ -15,6 +16,7 @@
 
 #include "deadline_heap.h"
 #include "extent_map.h"
+#include "guardian.h"
 #include "page.h"
 #include "protocol.h"
 #include "reader.h"
@@ -77,7 +79,7 @@ constexpr std::uint64_t request_key(std::uint32_t priority, std::uint64_t seen_n
 
 class ServerRing {
   public:
-    ServerRing(const RingView& view, ServedTable* table);
+    ServerRing(const RingView& view, ServedTable* table, Owner role = Owner::daemon);
 
     // --- tenure ----------------------------------------------------------------------------------
     // Starts serving a ring that has no read of this server in flight: reports it drained under the
@@ -87,12 +89,18 @@ class ServerRing {
     // True while this server may submit and complete.
     bool ours() const {
         const Tenure now = load_tenure(view_.control->tenure);
-        return now.owner == static_cast<std::uint32_t>(Owner::daemon) && now.epoch == epoch_;
+        return now.owner == static_cast<std::uint32_t>(role_) && now.epoch == epoch_;
     }
     bool serving() const { return serving_; }
+    std::uint32_t epoch() const { return epoch_; }  // under which it is served
     // The ring was taken: nothing more is submitted or answered. Call adopt() again and again once
     // in_flight is 0.
     void lose();
+    // For the guardian alone. It takes the ring under a new epoch, whoever had it, and goes on
+    // behind the last answered request; no read of an earlier tenure of its own may be in flight.
+    void take();
+    // From now on nothing more is accepted; true once all is answered and the daemon has the ring.
+    bool hand_back();
 
     // --- requests --------------------------------------------------------------------------------
     // Whether accept() would take something in.
@@ -105,18 +113,23 @@ class ServerRing {
     }
     // Call after a request's `issued` or `limit` changed: steps over fully issued requests.
     void advance_issue();
+    // Whether the next request has to wait: an earlier one still reads into a page that it wants.
+    // That happens only after the other server has answered the earlier one, or to a client that
+    // lists pages it has not got back.
+    bool blocked();
     // Answers every request at the head that has nothing left to do. `now_ns` 0: nobody counts time.
     void complete(std::uint64_t now_ns = 0);
     void fail(ServerRequest& request, Status status);
     // Reads that must finish before the oldest request can be answered.
     std::uint32_t head_remaining() const;
-    // Removal: nothing more is accepted or issued; once in_flight is 0, cancel_rest() answers all.
+    // Removal: nothing more is accepted or issued; once in_flight is 0, cancel_rest() answers all,
+    // except on a ring that another server will go on with.
     void close();
     void cancel_rest();
 
     ServerRequest& request(std::uint32_t number) { return requests_[number]; }
     std::uint8_t* arena(std::uint32_t page) const {
-        return view_.arena_d + static_cast<std::size_t>(page) * kPageBytes;
+        return arena_ + static_cast<std::size_t>(page) * kPageBytes;
     }
     std::uint32_t arena_page(const ServerRequest& request, std::uint32_t row) const {
         // Both terms are below arena_pages (row < rows_max <= arena_pages).
@@ -150,9 +163,11 @@ class ServerRing {
     std::int32_t first_buffer = kNoBuffer;
     std::uint32_t buffers = 0;  // reserved, from first_buffer on
     RingCounters counters;
+    RingWatch watch;  // the guardian's
 
   private:
     void start_at(std::uint32_t base);
+    void start_behind_answers();
     void take_in(std::uint32_t sequence, std::uint64_t now_ns);
     void answer(std::uint32_t sequence, Status status);
     void stage(const ServerRequest& request);
@@ -161,8 +176,13 @@ class ServerRing {
 
     RingView view_;
     ServedTable* table_;
+    const Owner role_;
+    std::uint8_t* const arena_;  // this server's
+    Line32& done_word_;
+    StatusLine& status_;
     bool serving_ = false;
     bool closing_ = false;
+    bool yielding_ = false;       // the guardian is on its way out
     std::uint32_t epoch_ = 0;     // under which it was adopted
     std::uint32_t accepted_ = 0;  // last sequence taken in
     std::uint32_t issue_ = 1;     // first sequence not fully issued, or accepted_ + 1

@@ -66,6 +66,7 @@ class TwinTable {
     // contents of `out` are undefined and later calls work again.
     void gather(const Ids& ids, void* out);
     void drive(std::shared_ptr<Driver> driver) { client_.drive(std::move(driver)); }
+    void rewake(int wake_fd) { client_.rewake(wake_fd); }
     void set_quota(std::uint32_t ways) { cache_->set_quota(options_.table, ways); }
     // From the next call on.
     void set_timeout(std::uint64_t timeout_ns);

@@ -84,9 +84,12 @@ class Pump:
     crc_sample checks the CRC of one page in so many: 0 never, 1 always.
     play_base_us, play_page_us: for measurements, play a device whose burst of n
     pages takes base + n * page; transport='memory' copies from mapped files.
+    guardian=True makes the engine's side of docs/protocol.md, 'Two servers': it
+    takes a ring whose daemon stands still for suspect_ms while a request waits,
+    and gives it back; end_rank ends the process when a GPU ring's request fails.
     """
 
-    def __init__(self, *, transport: str = 'auto', queue_depth: int = 128, read_threads: int = 16, spin_us: int = 50, park_us: int = 50, crc_sample: int = 16, checks: bool = True, cpu: int = -1, seed: int = 0, play_base_us: float = 0.0, play_page_us: float = 0.0) -> None: ...
+    def __init__(self, *, transport: str = 'auto', queue_depth: int = 128, read_threads: int = 16, spin_us: int = 50, park_us: int = 50, crc_sample: int = 16, checks: bool = True, cpu: int = -1, seed: int = 0, play_base_us: float = 0.0, play_page_us: float = 0.0, guardian: bool = False, suspect_ms: int = 20, end_rank: bool = False) -> None: ...
 
     @property
     def transport(self) -> str:
@@ -128,15 +131,30 @@ class Pump:
         Serve one ring of a channel from a table, going on behind its last answered request.
         """
 
-    def remove_channel(self, channel: int) -> None:
+    def remove_channel(self, channel: int, timeout_ms: int = -1) -> bool:
         """
-        Wait until its reads are reaped, answer what is outstanding with `cancelled`.
+        Wait until its reads are reaped, then answer what is outstanding with `cancelled`,
+        unless a guardian will answer it. False if reads are left after `timeout_ms` (-1:
+        never); call again then. It takes nothing new meanwhile.
         """
 
     def start(self) -> None: ...
 
-    def stop(self) -> None:
-        """As remove_channel for all, then end. Idempotent."""
+    def stop(self, timeout_ms: int = -1) -> bool:
+        """
+        As remove_channel for all, then end. Idempotent. False if reads are left: then the
+        thread goes on, and the process has to end without letting go of the pump.
+        """
+
+    @property
+    def beats(self) -> int:
+        """The loop counter; never waits, not even for a loop that stands still."""
+
+    def leave(self) -> None:
+        """Ask the guardians of all rings to take over."""
+
+    def alarm(self) -> None:
+        """A guardian's: take every ring from the daemon now."""
 
     def turn(self) -> None:
         """
@@ -149,13 +167,15 @@ class Pump:
         Leave a simulated pump as a killed process would: nothing more is answered.
         """
 
-    def stats(self) -> dict:
+    def stats(self, timeout_ms: int = -1) -> dict:
         """
+        TimeoutError if the loop stands still for `timeout_ms` (-1: wait for ever).
         Plain counters: requests, pages (of requests answered ok), failed {status: requests},
         jumps (nonsense doorbells), takeovers, staged (pages found where a
         hint left them), read_ns (of all requests,
         from seeing the doorbell to answering), reads, retries, crc_checked, in_flight,
-        in_flight_max, parks, wakes, beats, cpu_user_ns and cpu_system_ns of the pump's
+        in_flight_max, parks, wakes, beats, held_back (looks at a request whose pages were
+        still being read into), cpu_user_ns and cpu_system_ns of the pump's
         thread, latency_us (reads from submission to reaping; entry i counts those below
         2^i us), rings, devices, transport, transport_reason.
         """
@@ -207,6 +227,9 @@ class RingClient:
 
     def drive(self, pump: Pump) -> None:
         """From now on waits turn this simulated pump instead of sleeping."""
+
+    def rewake(self, wake_fd: int) -> None:
+        """From now on publishing wakes the pump with this eventfd (duplicated)."""
 
     def pages(self, sequence: int) -> NDArray[numpy.uint8]:
         """
@@ -284,6 +307,9 @@ class TwinTable:
 
     def drive(self, pump: Pump) -> None:
         """From now on waits turn this simulated pump instead of sleeping."""
+
+    def rewake(self, wake_fd: int) -> None:
+        """From now on kicks wake the pump with this eventfd (duplicated)."""
 
     def set_quota(self, ways: int) -> None:
         """Ways per set that the table may hold; nothing is flushed."""
@@ -457,3 +483,25 @@ def probe_reads(fd: int, *, pages: int, depth: int, seconds: float, seed: int) -
     readers as a pump. Returns reads, errors, first_error (errno; 0 for a short read),
     seconds, p50_us, p99_us, transport and reason (why not io_uring).
     """
+class Watchdog:
+    """
+    A native thread that sees whether pumps and the event loop still turn.
+
+    What stands still for `interval_ms` is stuck; with `ends` the process is
+    aborted after another interval.
+    """
+
+    def __init__(self, *, interval_ms: int, ends: bool) -> None: ...
+
+    def watch(self, name: str, pump: Pump) -> None:
+        """Watch a running pump's loop."""
+
+    def beat(self) -> None:
+        """Tell that the event loop turns."""
+
+    @property
+    def stuck(self) -> str:
+        """'' or the names of what stands still."""
+
+    def stop(self) -> None:
+        """Idempotent."""

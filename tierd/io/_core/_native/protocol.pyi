@@ -5,7 +5,9 @@ import enum
 
 CHANNEL_MAGIC: int = 1313358676
 
-CHANNEL_ABI: int = 1
+CHANNEL_ABI: int = 2
+
+CHANNEL_ABI_OLDEST: int = 1
 
 LINE_BYTES: int = 64
 
@@ -18,6 +20,8 @@ ROWS_MAX_LIMIT: int = 1048576
 ARENA_PAGES_LIMIT: int = 2097152
 
 RING_FLAG_GPU: int = 1
+
+RING_FLAG_GUARDED: int = 2
 
 RING_FLAG_HINT: int = 4
 
@@ -62,6 +66,8 @@ OFFSET_DONE_G: int = 512
 OFFSET_STATUS_G: int = 576
 
 OFFSET_TENURE: int = 640
+
+OFFSET_LEAVING: int = 704
 
 def descriptor_bytes(rows_max: int) -> int: ...
 

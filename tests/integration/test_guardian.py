@@ -1,0 +1,146 @@
+"""An engine outlives its daemons: killed, stopped and restarted under it, every row right."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from tests.daemons import Daemon, Node, engram_node, running
+from tierd.api import rest_client
+from tierd.gpu.client import Client, list_images
+from tierd.io import _core
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+PATIENCE_S = 60.0
+ROWS = 4000
+
+
+def eventually(check: Callable[[], bool], what: str) -> None:
+    """Wait for something that another process does in its own time."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not check():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+class Engine:
+    """An attached client whose cache is far smaller than its tables, so that every step misses."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        images = list_images(node.engine_socket, wait_s=PATIENCE_S)
+        self.client = Client.attach(
+            node.engine_socket, images, engine="test", cache_rows=64, rows_max=64
+        )
+        self.tables = [self.client.table(image.name) for image in images]
+        self.expected = [
+            _core.decode_rows(
+                node.checkpoints[image.model].tables[image.table.name],
+                image.table.dim,
+                image.table.row_format.value,
+            )
+            for image in images
+        ]
+        self.rng = np.random.default_rng(5)
+
+    def step(self, rows: int = 48) -> None:
+        ids = self.rng.integers(0, ROWS, (len(self.tables), rows))
+        for table, wanted in zip(self.tables, ids, strict=True):
+            table.kick(wanted)
+        for table, wanted, rows_right in zip(self.tables, ids, self.expected, strict=True):
+            out = np.zeros((rows, table.info.table.dim), np.uint16)
+            table.gather(wanted, out)
+            assert np.array_equal(out, rows_right[wanted])
+
+    @property
+    def takeovers(self) -> int:
+        return int(self.client.keeper.guardian_stats["takeovers"])
+
+    def served_by_daemon(self) -> bool:
+        rings = self.client.keeper.guardian_stats["rings"]
+        return not any(ring["serving"] for ring in rings)
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Node:
+    return engram_node(tmp_path_factory.mktemp("guardian"), rows=ROWS)
+
+
+@pytest.fixture
+def daemon(node: Node) -> Iterator[Daemon]:
+    with running(node) as started:
+        yield started
+
+
+@pytest.fixture
+def engine(node: Node, daemon: Daemon) -> Iterator[Engine]:
+    made = Engine(node)
+    made.step()
+    yield made
+    made.client.close()
+
+
+def status(node: Node) -> dict[str, Any]:
+    return dict(rest_client.get(node.api_socket, "/v1/status"))
+
+
+def test_a_killed_daemon_and_its_successor(node: Node, daemon: Daemon, engine: Engine) -> None:
+    daemon.process.kill()
+    for _ in range(20):
+        engine.step()
+    daemon.process.wait()
+    assert engine.takeovers >= 2
+    first = engine.client.boot_id
+    with running(node) as second:
+        eventually(lambda: engine.client.boot_id != first, "the engine did not attach again")
+        assert engine.client.daemon_pid == second.pid
+        eventually(engine.served_by_daemon, "the rings were not handed back")
+        before = status(node)["pumps"][0]["pages"]
+        for _ in range(20):
+            engine.step()
+        assert status(node)["pumps"][0]["pages"] > before
+        assert second.stop() == 0
+    for _ in range(5):
+        engine.step()
+
+
+def test_an_orderly_stop_is_not_noticed(node: Node, daemon: Daemon, engine: Engine) -> None:
+    daemon.process.send_signal(signal.SIGTERM)
+    while daemon.process.poll() is None:
+        engine.step()
+    assert daemon.process.returncode == 0
+    for _ in range(5):
+        engine.step()
+    words = [entry["event"] for entry in daemon.events()]
+    assert "clients are left although they have not let go" not in words
+    assert words[-1] == "stopped"
+
+
+def test_a_stopped_daemon_goes_on(node: Node, daemon: Daemon, engine: Engine) -> None:
+    for _ in range(3):
+        before = engine.takeovers
+        os.kill(daemon.pid, signal.SIGSTOP)
+        for _ in range(10):
+            engine.step()
+        assert engine.takeovers > before
+        os.kill(daemon.pid, signal.SIGCONT)
+        eventually(engine.served_by_daemon, "the rings were not handed back")
+        for _ in range(10):
+            engine.step()
+    assert engine.client.keeper.attaches == 1
+
+
+def test_false_alarms_are_harmless(daemon: Daemon, engine: Engine) -> None:
+    for _ in range(50):
+        engine.client.keeper.alarm()
+        engine.step()
+    eventually(lambda: engine.takeovers >= 50, "the guardian did not take the rings")
+    eventually(engine.served_by_daemon, "the rings were not handed back")
+    engine.step()
