@@ -93,6 +93,8 @@ def test_the_controller_has_no_clock_and_no_files(path: Path) -> None:
         "__future__",
         "dataclasses",
         "enum",
+        "functools",
+        "itertools",
         "math",
         "typing",
         "collections",

@@ -101,6 +101,20 @@ class MissCurve:
 
     def problem(self) -> str:
         """Say why this cannot be a miss curve, "" if it can."""
+        rows, miss = self.rows, self.miss
+        # Every decision asks, so a sound curve passes at once; what is not a number fails these.
+        if (
+            1 < len(rows) == len(miss)
+            and 0 <= rows[0]
+            and np.isfinite(rows[-1])
+            and -1e-9 <= miss[-1] <= miss[0] <= 1 + 1e-9
+            and (rows[1:] - rows[:-1]).min() > 0
+            and (miss[1:] - miss[:-1]).max() <= 1e-6
+        ):
+            return ""
+        return self._explain()
+
+    def _explain(self) -> str:
         if len(self.rows) < 2 or len(self.rows) != len(self.miss):
             return f"{len(self.rows)} sizes and {len(self.miss)} miss ratios"
         if not (np.isfinite(self.rows).all() and np.isfinite(self.miss).all()):
@@ -111,10 +125,8 @@ class MissCurve:
             worst = self.miss[np.argmax(np.abs(self.miss - 0.5))]
             return f"a miss ratio of {worst:.3g}"
         rise = np.diff(self.miss)
-        if rise.max() > 1e-6:
-            at = int(self.rows[int(np.argmax(rise)) + 1])
-            return f"more misses with more cache (at {at} rows)"
-        return ""
+        at = int(self.rows[int(np.argmax(rise)) + 1])
+        return f"more misses with more cache (at {at} rows)"
 
 
 class CurveSampler:

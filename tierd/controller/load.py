@@ -118,13 +118,33 @@ def predict(load: NodeLoad, cache_rows: ArrayLike, *, by_group: bool = False) ->
     groups = max((len(t.curve.groups) for t in load.tables), default=0) if by_group else 0
     pages = np.empty((*((groups,) if by_group else ()), *rows.shape))
     for number, table in enumerate(load.tables):
-        curve, wanted = table.curve, rows[..., number]
-        if by_group and len(curve.groups):
-            miss = np.stack([np.interp(wanted, curve.rows, group) for group in curve.groups])
-        else:
-            miss = np.interp(wanted, curve.rows, curve.miss)
-        pages[..., number] = distinct_pages(table.lookups * miss, table.pages)
+        pages[..., number] = _pages_at(table, rows[..., number], by_group=by_group)
     return from_pages(load, pages)
+
+
+def predict_ways(load: NodeLoad, ways: NDArray[np.int64], sets: int) -> Prediction:
+    """Predict many splits of one cache, ways [..., tables]: curves are looked at once each size."""
+    pages = np.empty(ways.shape)
+    sizes = np.arange(ways.max(initial=0) + 1) * float(sets)
+    for number, table in enumerate(load.tables):
+        pages[..., number] = _pages_at(table, sizes)[ways[..., number]]
+    return from_pages(load, pages)
+
+
+def _pages_at(
+    table: TableLoad, rows: NDArray[np.float64], *, by_group: bool = False
+) -> NDArray[np.float64]:
+    """Return the pages that a step reads with so many rows of cache, [..., rows.shape]."""
+    curve = table.curve
+    if by_group and len(curve.groups):
+        # All groups share the curve's points, so one search serves them all.
+        place = np.interp(rows, curve.rows, np.arange(len(curve.rows)))
+        low = np.minimum(place.astype(np.int64), len(curve.rows) - 2)
+        part = place - low
+        miss = curve.groups[:, low] * (1 - part) + curve.groups[:, low + 1] * part
+    else:
+        miss = np.interp(rows, curve.rows, curve.miss)
+    return distinct_pages(table.lookups * miss, table.pages)
 
 
 def from_pages(load: NodeLoad, pages: ArrayLike) -> Prediction:

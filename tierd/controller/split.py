@@ -26,11 +26,13 @@ Nothing here knows time: steps are the clock.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierd.controller.load import Prediction, predict
+from tierd.controller.load import Prediction, predict, predict_ways
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -290,74 +292,73 @@ def _climb(
     """Take the best move if it is worth it."""
     growth = float(now.growth_ms)
     moves = _moves(state)
-    if not len(moves):
+    if not len(moves.given):
         return Decision("hold", state.ways, "no ways can be moved", growth), state
-    ways, givers, receivers, given = moves.T[:-3].T, *moves.T[-3:]
-    after = predict(seen.load, _rows(ways, seen.sets))
-    net = growth - after.growth_ms - _cost(seen, state, now, moves) / limits.horizon_steps
+    # Every split after its move, and while the giver has lost rows that the receiver has not yet.
+    both = predict_ways(seen.load, np.stack([moves.ways, moves.between]), seen.sets)
+    after, between = both.growth_ms
+    index = np.arange(len(moves.given))
+    misses = both.pages[0, index, moves.receiver]
+    fill = moves.given * seen.sets / np.maximum(misses, 1.0)
+    # The giver loses its rows one by one, as the receiver's misses take them: half, on average.
+    cost = 0.5 * np.maximum(between - growth, 0.0) * fill
+    net = growth - after - cost / limits.horizon_steps
     best = int(np.argmax(net))
     gain = float(net[best])
-    target = tuple(int(way) for way in ways[best])
+    target = tuple(int(way) for way in moves.ways[best])
+    giver, receiver = int(moves.giver[best]), int(moves.receiver[best])
     label = (
-        f"{given[best]} ways from {seen.load.tables[givers[best]].name} "
-        f"to {seen.load.tables[receivers[best]].name}"
+        f"{moves.given[best]} ways from {seen.load.tables[giver].name} "
+        f"to {seen.load.tables[receiver].name}"
     )
-    error = _gain_error(seen, state.ways, target)
+    error = _gain_error(seen, state.ways, target) if gain >= limits.gain_min_ms else 0.0
     needed = max(limits.gain_min_ms, limits.sure * error)
     if gain < needed:
         text = f"no move is worth it: {label} would save {gain:.3f} ms, {needed:.3f} are wanted"
         return Decision("hold", state.ways, text, growth, gain), state
-    fill = _fill_steps(after, seen, best, moves)
-    due = state.steps + float(np.clip(fill, limits.settle_min, limits.settle_max))
-    pending = Pending(state.ways, int(givers[best]), int(receivers[best]), due)
-    text = f"{label}: {growth:.2f} -> {after.growth_ms[best]:.2f} ms (+- {error:.2f})"
+    due = state.steps + float(np.clip(fill[best], limits.settle_min, limits.settle_max))
+    pending = Pending(state.ways, giver, receiver, due)
+    text = f"{label}: {growth:.2f} -> {after[best]:.2f} ms (+- {error:.2f})"
     state = dataclasses.replace(state, ways=target, previous=state.ways, pending=pending)
-    return Decision("move", target, text, float(after.growth_ms[best]), gain), state
+    return Decision("move", target, text, float(after[best]), gain), state
 
 
-def _moves(state: SplitState) -> NDArray[np.int64]:
-    """Return every move that is open, [moves, tables + 3]: split, giver, receiver, ways."""
-    tables = len(state.ways)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Moves:
+    """Moves side by side: the split after each, [moves, tables], and what it consists of."""
+
+    ways: NDArray[np.int64]
+    between: NDArray[np.int64]
+    giver: NDArray[np.int64]
+    receiver: NDArray[np.int64]
+    given: NDArray[np.int64]
+
+
+@functools.cache
+def _pairs(tables: int) -> NDArray[np.int64]:
+    """Return every giver, receiver and number of ways, [3, combinations]."""
+    every = np.array(list(itertools.product(range(tables), range(tables), range(len(MOVES)))))
+    return np.asarray(every[every[:, 0] != every[:, 1]].reshape(-1, 3).T, np.int64)
+
+
+def _moves(state: SplitState) -> _Moves:
+    """Return every move that is open; a table that has fewer ways than a move gives what it has."""
     now = np.array(state.ways, np.int64)
-    resting = {(b.giver, b.receiver) for b in state.barred if b.until > state.steps}
-    found = []
-    for giver in range(tables):
-        for receiver in range(tables):
-            if giver == receiver or (giver, receiver) in resting:
-                continue
-            for given in dict.fromkeys(min(move, state.ways[giver]) for move in MOVES):
-                if given > 0:
-                    split = now.copy()
-                    split[giver] -= given
-                    split[receiver] += given
-                    found.append([*split, giver, receiver, given])
-    return np.array(found, np.int64).reshape(-1, tables + 3)
-
-
-def _cost(
-    seen: Observation, state: SplitState, now: Prediction, moves: NDArray[np.int64]
-) -> NDArray[np.float64]:
-    """Return what each move costs before it pays, in ms over all steps.
-
-    While the moved ways fill, the giver has lost rows that the receiver does not have yet; it loses
-    them one by one, as the receiver's misses take them, so half the difference on average.
-    """
-    tables = len(state.ways)
-    lost = np.repeat([state.ways], len(moves), axis=0)
-    index = np.arange(len(moves))
-    lost[index, moves[:, tables]] -= moves[:, tables + 2]
-    between = predict(seen.load, _rows(lost, seen.sets))
-    after = predict(seen.load, _rows(moves[:, :tables], seen.sets))
-    misses = after.pages[index, moves[:, tables + 1]]
-    fill = moves[:, tables + 2] * seen.sets / np.maximum(misses, 1.0)
-    return 0.5 * np.maximum(between.growth_ms - now.growth_ms, 0.0) * fill
-
-
-def _fill_steps(after: Prediction, seen: Observation, move: int, moves: NDArray[np.int64]) -> float:
-    """Return how many steps the receiver's misses take to fill the ways it was given."""
-    tables = len(seen.load.tables)
-    receiver, given = moves[move, tables + 1], moves[move, tables + 2]
-    return float(given * seen.sets / max(after.pages[move, receiver], 1.0))
+    giver, receiver, size = _pairs(len(now))
+    steps = np.array((0, *MOVES))
+    has = now[giver]
+    given = np.minimum(steps[size + 1], has)
+    is_open = given > steps[size]  # else it is the same as the next smaller move
+    for bar in state.barred:
+        if bar.until > state.steps:
+            is_open &= (giver != bar.giver) | (receiver != bar.receiver)
+    giver, receiver, given = giver[is_open], receiver[is_open], given[is_open]
+    index = np.arange(len(given))
+    between = np.repeat(now[None, :], len(given), axis=0)
+    between[index, giver] -= given
+    ways = between.copy()
+    ways[index, receiver] += given
+    return _Moves(ways, between, giver, receiver, given)
 
 
 def _gain_error(seen: Observation, now: tuple[int, ...], target: tuple[int, ...]) -> float:
