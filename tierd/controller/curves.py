@@ -105,7 +105,7 @@ class MissCurve:
         # Every decision asks, so a sound curve passes at once; what is not a number fails these.
         if (
             1 < len(rows) == len(miss)
-            and 0 <= rows[0]
+            and rows[0] >= 0
             and np.isfinite(rows[-1])
             and -1e-9 <= miss[-1] <= miss[0] <= 1 + 1e-9
             and (rows[1:] - rows[:-1]).min() > 0
