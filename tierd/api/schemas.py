@@ -51,6 +51,7 @@ class Pump(BaseModel):
     failed: dict[str, int]  # requests, by status
     reads: int
     retries: int
+    next_tier: int  # pages read from a copy of the image, after the retry
     crc_checked: int
     in_flight: int
     in_flight_max: int
@@ -99,8 +100,8 @@ class Status(BaseModel):
     totals: Totals
     history: History
     session_faults: int
-    doctor: Verdict
     refusals: list[Refusal]  # engines of versions that are not served, newest last
+    doctor: Verdict
 
 
 class Totals(BaseModel):

@@ -60,11 +60,11 @@ def _status(
         totals=_totals(daemon),
         history=schemas.History(degraded=daemon.catalog.degraded, lost=daemon.catalog.lost),
         session_faults=daemon.attach.faults,
-        doctor=doctor,
         refusals=[
             schemas.Refusal(pid=r.pid, at=moment(r.at), reason=r.reason)
             for r in daemon.attach.refusals
         ],
+        doctor=doctor,
     )
 
 

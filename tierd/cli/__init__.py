@@ -9,6 +9,7 @@ from __future__ import annotations
 from tierd.cli import (
     config,
     devices,
+    hook,
     images,
     jobs,
     machine,
@@ -24,6 +25,7 @@ __all__ = [
     "cli",
     "config",
     "devices",
+    "hook",
     "images",
     "jobs",
     "machine",

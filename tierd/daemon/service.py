@@ -88,9 +88,9 @@ class Daemon:
         attach: the engine socket's server, and its clients.
         steering: the controller's eyes and mouth.
         catalog: history.
+        watchdog: sees whether the threads still turn.
         jobs: long work.
         hub: who listens to events.
-        watchdog: sees whether the threads still turn.
     """
 
     plane: DataPlane
@@ -215,9 +215,9 @@ class Daemon:
         stack.callback(self.catalog.close)
         self.plane = await asyncio.to_thread(DataPlane.open, settings)
         stack.push_async_callback(asyncio.to_thread, self.plane.close)
+        stack.callback(self._start_watchdog().stop)
         self.jobs = Board(self.catalog)
         stack.push_async_callback(asyncio.to_thread, self.jobs.close)
-        stack.callback(self._start_watchdog().stop)
 
         engine = self._listen(
             paths.engine_socket, socket.SOCK_SEQPACKET, settings.engine.socket_mode

@@ -68,6 +68,7 @@ class Client:
         rows_max: int,
         rank: int = 0,
         world: int = 1,
+        expected_ranks: int | None = None,
         wait_s: float = 30.0,
         arena_pages: int | None = None,
         options: TableOptions | None = None,
@@ -82,6 +83,7 @@ class Client:
             rows_max: missing rows that one request may list; larger ids go in sub-batches.
             rank: this rank's number.
             world: ranks of the engine.
+            expected_ranks: how many of them the daemon of this node should see; None says all.
             wait_s: how long to wait for a daemon that is not there yet, seconds.
             arena_pages: pages of each arena; None makes room for two full requests.
             options: how the tables are wanted: on which device, which rows, audited or not.
@@ -107,6 +109,7 @@ class Client:
                 rows_max=rows_max,
                 rank=rank,
                 world=world,
+                expected_ranks=world if expected_ranks is None else expected_ranks,
                 arena_pages=2 * rows_max if arena_pages is None else arena_pages,
                 options=options,
                 device=device,
@@ -127,6 +130,7 @@ class Client:
         rows_max: int,
         rank: int,
         world: int,
+        expected_ranks: int,
         arena_pages: int,
         options: TableOptions,
         device: torch.device | None,
@@ -149,7 +153,7 @@ class Client:
             "engine": engine,
             "rank": rank,
             "world": world,
-            "expected_ranks": world,
+            "expected_ranks": expected_ranks,
             "caches": [
                 {"sets": part.sets, "row_bytes": part.row_bytes, "ways": part.quotas}
                 for part in caches.plan([image.table for image in images], cache_rows)
