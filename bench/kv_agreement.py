@@ -190,14 +190,8 @@ def agreement(
 def plain(text: torch.Tensor, length: int, generator: torch.Generator) -> Batch:
     """Held-out text without records."""
     batch = draw(text, 1, length, held=True, generator=generator)
-    start = (
-        len(text)
-        - length
-        - 1
-        - int(
-            torch.rand(1, generator=generator, device=text.device)
-            * (len(text) * 0.045 - length - 2)
-        )
+    start = len(text) - length - 1 - int(
+        torch.rand(1, generator=generator, device=text.device) * (len(text) * 0.045 - length - 2)
     )
     return Batch(text[None, start : start + length + 1].long(), torch.zeros_like(batch.answers))
 

@@ -72,11 +72,12 @@ def prepare(
         x = x * tl.rsqrt(tl.sum(x * x) / DIM + 1e-6)
         b = tl.load(base + (token // QUERIES * HEADS + head) * DIM + d).to(tl.float32)
         tl.store(q + (token * HEADS + head) * DIM + d, (keep * b + move * x).to(tl.bfloat16))
-    elif head < HEADS + KV:
-        x = x * tl.rsqrt(tl.sum(x * x) / DIM + 1e-6)
-        tl.store(k + (token * KV + head - HEADS) * DIM + d, x.to(tl.bfloat16))
     else:
-        tl.store(v + (token * KV + head - HEADS - KV) * DIM + d, x.to(tl.bfloat16))
+        if head < HEADS + KV:
+            x = x * tl.rsqrt(tl.sum(x * x) / DIM + 1e-6)
+            tl.store(k + (token * KV + head - HEADS) * DIM + d, x.to(tl.bfloat16))
+        else:
+            tl.store(v + (token * KV + head - HEADS - KV) * DIM + d, x.to(tl.bfloat16))
 
 
 @triton.jit
@@ -148,7 +149,9 @@ class Host:
             keys = entries[:, :, 0]
             self.summaries.append(torch.stack([keys.amin(2), keys.amax(2)], 2))
             row = block // self.blocks + 1
-            headers = torch.stack([row, block % self.blocks, torch.full_like(row, layer), row], -1)
+            headers = torch.stack(
+                [row, block % self.blocks, torch.full_like(row, layer), row], -1
+            )
             torch.mul(headers, 1, out=self.pool.headers(layer))
         torch.cuda.synchronize()
 
@@ -174,7 +177,9 @@ def stream(name: str) -> torch.cuda.Stream:
     return _streams[name]
 
 
-def captured(fn: Callable[[], object], pool: Any = None, on: str = "front") -> torch.cuda.CUDAGraph:
+def captured(
+    fn: Callable[[], object], pool: Any = None, on: str = "front"
+) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, stream=stream(on)):
         fn()
@@ -412,9 +417,7 @@ class Engine:
         return wrong
 
 
-def timed(
-    engines: dict[str, Callable[[], None]], repeats: int, warm: int
-) -> dict[str, list[float]]:
+def timed(engines: dict[str, Callable[[], None]], repeats: int, warm: int) -> dict[str, list[float]]:
     """Every step's time in ms; chunks of steps of each engine in turn, so that clocks wander alike."""
     times: dict[str, list[float]] = {name: [] for name in engines}
     for name, step in engines.items():
@@ -449,3 +452,5 @@ def cap_excess(engine: Engine, before: dict[str, int], after: dict[str, int], st
 def host_gib(shape: KvShape, rows: int) -> float:
     blocks = CONTEXT // shape.block + STEPS_MAX // shape.block + 2
     return rows * blocks * shape.layers * (shape.block_bytes + 16) / 2**30
+
+

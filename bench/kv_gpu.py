@@ -243,11 +243,7 @@ def dense_share(engine: Any, copy: float) -> dict[str, Any]:
         1, 6,
     )  # fmt: skip
     size = int(tables.length.sum()) * engine.shape.layers * 8 * 128 * 2 * 2
-    return {
-        "dense_attention_us": us,
-        "dense_kv_bytes": size,
-        "dense_hbm_share": size / us / 1e6 / copy,
-    }
+    return {"dense_attention_us": us, "dense_kv_bytes": size, "dense_hbm_share": size / us / 1e6 / copy}
 
 
 def settle(engine: Any, steps: int = 10) -> None:
@@ -345,9 +341,7 @@ def main() -> None:
         tail = done.stdout.strip().splitlines()
         ok = done.returncode == 0 and bool(tail)
         result = json.loads(tail[-1]) if ok else {"failed": done.stderr[-3000:]}
-        line = json.dumps(
-            {"stage": stage, "took_s": round(time.perf_counter() - began, 1), **result}
-        )
+        line = json.dumps({"stage": stage, "took_s": round(time.perf_counter() - began, 1), **result})
         print(line, flush=True)
         if options.out:
             with options.out.open("a") as file:

@@ -140,9 +140,7 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     model = Model({"small": SMALL, "medium": MEDIUM}[options.size], device)
     text = source_text(int(options.text_mb * 1e6)).to(device)
-    print(
-        f"{options.size}: {model.parameters / 1e6:.2f} M parameters, {len(text) / 1e6:.0f} MB text"
-    )
+    print(f"{options.size}: {model.parameters / 1e6:.2f} M parameters, {len(text) / 1e6:.0f} MB text")
     found = train(options.size, model, text, options.seconds)
     model.save(options.out)
     print(json.dumps({"size": options.size, "parameters": model.parameters, **found}))
