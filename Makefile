@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := all
-.PHONY: all setup build stubs lint test lab demo packages bench bench-gpu bench-report gpu-test sanitizers sim sim-soak sim-mutants crash clean bench-storage test-sglang bench-sglang
+.PHONY: all setup build stubs lint test lab demo packages bench bench-gpu bench-report gpu-test sanitizers sim sim-soak sim-mutants crash clean bench-storage test-sglang bench-sglang bench-controller
 
 all: lint test
 
@@ -66,6 +66,9 @@ crash: build
 
 bench: build
 	$(PY) -m bench.first_light
+# Makes its sessions once; takes a quarter of an hour.
+bench-controller: build
+	$(PY) -m bench.controller
 # Both need a CUDA GPU.
 gpu-test: build
 	$(PY) -m pytest tests/gpu -m gpu
