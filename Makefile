@@ -2,7 +2,30 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := all
-.PHONY: all setup build stubs lint test lab demo packages bench bench-gpu bench-report gpu-test sanitizers sim sim-soak sim-mutants crash clean bench-storage test-sglang bench-sglang bench-controller
+# Every target is a command but those that begin with a dot.
+.PHONY: all \
+	bench \
+	bench-controller \
+	bench-gpu \
+	bench-report \
+	bench-sglang \
+	bench-storage \
+	build \
+	clean \
+	crash \
+	demo \
+	gpu-test \
+	lab \
+	lint \
+	packages \
+	sanitizers \
+	setup \
+	sim \
+	sim-mutants \
+	sim-soak \
+	stubs \
+	test \
+	test-sglang
 
 all: lint test
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 COLUMNS_MAX = 400
 
@@ -45,23 +48,8 @@ def status(
     for number, pump in enumerate(state["pumps"]):
         reason = f" ({pump['transport_reason']})" if pump["transport_reason"] else ""
         console.print(f"  pump {number}: {pump['transport']}{reason}")
-    doctor = state["doctor"]
-    if doctor["problems"] or doctor["warnings"]:
-        found = f"{doctor['problems']} problems, {doctor['warnings']} warnings"
-        console.print(f"  the machine has {found}; run: tierd doctor")
-    if state["history"]["degraded"]:
-        console.print(f"  history is not being kept: {state['history']['degraded']}")
-    console.print(f"  {_scrub(state['scrub'])}")
-    for name, damage in state["scrub"]["damaged"].items():
-        console.print(f"  damaged: {name}: {'; '.join(damage[:4])}; run: tierd verify {name}")
-    for absent in state["absent_devices"]:
-        console.print(f"  device {absent['device']} is not there: {absent['reason']}")
-    for image in state["incomplete_images"]:
-        console.print(f"  not served: {image['name']}: {image['reason']}")
-    for name in state["shadowed_images"]:
-        console.print(f"  not served: {name}: another device has it as well")
-    for refusal in state["refusals"]:
-        console.print(f"  refused pid {refusal['pid']}: {refusal['reason']}")
+    for line in _concerns(state):
+        console.print(f"  {line}")
     console.print(f"  {state['images']} images, {len(clients)} clients")
     for engine in engines:
         text = f"{engine['attached_ranks']} of {engine['expected_ranks']} ranks attached"
@@ -70,6 +58,27 @@ def status(
         console.print(f"  {engine['engine']}: {text}")
     if clients:
         console.print(_rings(clients))
+
+
+def _concerns(state: dict[str, Any]) -> Iterator[str]:
+    """Yield what an operator should know beyond that it runs, a line each."""
+    doctor = state["doctor"]
+    if doctor["problems"] or doctor["warnings"]:
+        found = f"{doctor['problems']} problems, {doctor['warnings']} warnings"
+        yield f"the machine has {found}; run: tierd doctor"
+    if state["history"]["degraded"]:
+        yield f"history is not being kept: {state['history']['degraded']}"
+    yield _scrub(state["scrub"])
+    for name, damage in state["scrub"]["damaged"].items():
+        yield f"damaged: {name}: {'; '.join(damage[:4])}; run: tierd verify {name}"
+    for absent in state["absent_devices"]:
+        yield f"device {absent['device']} is not there: {absent['reason']}"
+    for image in state["incomplete_images"]:
+        yield f"not served: {image['name']}: {image['reason']}"
+    for name in state["shadowed_images"]:
+        yield f"not served: {name}: another device has it as well"
+    for refusal in state["refusals"]:
+        yield f"refused pid {refusal['pid']}: {refusal['reason']}"
 
 
 def _scrub(scrub: dict[str, Any]) -> str:
