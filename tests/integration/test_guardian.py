@@ -1,4 +1,4 @@
-"""An engine outlives its daemons: killed, stopped, restarted and upgraded under it, every row right."""
+"""An engine outlives its daemons: killed, stopped and restarted under it, every row right."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from tierd.io import _core
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 PATIENCE_S = 60.0
 ROWS = 4000
@@ -62,7 +61,7 @@ class Engine:
 
     @property
     def takeovers(self) -> int:
-        return int(self.client.keeper.guardian_stats["takeovers"])
+        return self.client.keeper.takeovers
 
     def served_by_daemon(self) -> bool:
         rings = self.client.keeper.guardian_stats["rings"]

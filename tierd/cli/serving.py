@@ -49,22 +49,24 @@ def serve(
     """Serve the images of the configured devices until stopped (SIGTERM, Ctrl-C)."""
     from tierd import config, daemon, log
     from tierd.api.server import RestApi
+    from tierd.tools import doctor
 
-    loaded = config.load(
-        config_path,
-        overrides={
-            "daemon.name": name,
-            "daemon.runtime_dir": absolute(directory),
-            "daemon.state_dir": absolute(directory),
-            "devices.paths": [device_path(name) for name in devices] or None,
-            "engine.socket": absolute(engine_socket),
-            "api.socket": absolute(api_socket),
-            "log.format": "json" if as_json else None,
-        },
-    )
-    settings = loaded.settings
+    overrides = {
+        "daemon.name": name,
+        "daemon.runtime_dir": absolute(directory),
+        "daemon.state_dir": absolute(directory),
+        "devices.paths": [device_path(name) for name in devices] or None,
+        "engine.socket": absolute(engine_socket),
+        "api.socket": absolute(api_socket),
+        "log.format": "json" if as_json else None,
+    }
+
+    def read_settings() -> config.Settings:
+        return config.load(config_path, overrides=overrides).settings
+
+    settings = read_settings()
     log.setup(settings.log.level, settings.log.format)
-    daemon.serve(settings, RestApi)
+    daemon.serve(settings, lambda made: RestApi(made, examine=doctor.examine), read_settings)
 
 
 @cli.command()
@@ -77,10 +79,10 @@ def status(api_socket: str | None, config_path: Path | None, as_json: bool) -> N
     if as_json:
         print_json(state)
         return
-    clients = ask(api_socket, config_path, "/v1/clients")["clients"]
+    listed = ask(api_socket, config_path, "/v1/clients")
     from tierd.tools import show
 
-    show.status(state, clients)
+    show.status(state, listed["clients"], listed["engines"])
 
 
 # Options after the command's name are the command's own.

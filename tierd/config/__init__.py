@@ -68,8 +68,19 @@ class DaemonSection(Section):
         2000,
         ge=0,
         le=60_000,
-        description="On a clean stop, how long requests that are under way may take to be "
-        "answered before the rest is cancelled.",
+        description="On a clean stop, how long engines may take to go on without the daemon, "
+        "and reads that are under way to land, before the daemon leaves all the same.",
+    )
+    watchdog_ms: int = Field(
+        2000,
+        ge=200,
+        le=600_000,
+        description="A pump or an event loop that stands still for this long turns /healthz red.",
+    )
+    watchdog_ends: bool = Field(
+        False,
+        description="End the process when something has stood still twice as long, for its "
+        "supervisor to start it anew. Engines serve themselves meanwhile.",
     )
 
 
@@ -256,6 +267,28 @@ class ChannelSection(Section):
     )
 
 
+class ControllerSection(Section):
+    """What watches the cache split and the placement (docs/controller.md)."""
+
+    mode: Literal["advise", "off"] = Field(
+        "advise",
+        description="advise: decide from what attached clients do, and show each decision with "
+        "its reason (`tierd explain`); off: look at nothing.",
+    )
+    windows: str = Field(
+        "",
+        description="Windows file of the probe, measured on this GPU with this engine. Without "
+        "it there are curves and read times, but no decisions.",
+    )
+    interval_ms: int = Field(500, ge=50, le=60_000, description="How often clients are looked at.")
+    half_life_s: int = Field(
+        60,
+        ge=1,
+        le=86_400,
+        description="Traffic of so long ago counts half in the miss curves.",
+    )
+
+
 class CatalogSection(Section):
     """History."""
 
@@ -310,6 +343,7 @@ class Settings(BaseSettings):
     pump: PumpSection = PumpSection()
     io: IoSection = IoSection()
     channel: ChannelSection = ChannelSection()
+    controller: ControllerSection = ControllerSection()
     catalog: CatalogSection = CatalogSection()
     log: LogSection = LogSection()
 

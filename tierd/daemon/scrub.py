@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 YIELD_S = 0.02  # one look at the pumps
 YIELD_MAX_S = 0.25  # per piece: at least 1 MiB/s is scrubbed, whatever the load
+STOP_S = 2.0
 SAVE_S = 5.0  # so much is read again after a kill
 FINDINGS_MAX = 1000  # waiting to be taken; more are counted only
 _MIB_PAGES = 256
@@ -55,11 +56,14 @@ class Scrubber:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop after the piece that is being read, and keep the state. Idempotent."""
+        """Stop after the piece that is being read, and keep the state. Idempotent.
+
+        A device that does not answer is waited for briefly; the thread ends with the process.
+        """
         self._stopping = True
         self._wake.set()
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(STOP_S)
 
     def configure(self, io: IoSection) -> None:
         """Take new settings: on or off, rate, interval."""

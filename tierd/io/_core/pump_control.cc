@@ -87,8 +87,18 @@ struct Pump::ServedChannel {
     ChannelHeader header{};  // our copy: the client can change its own at any time
     bool closing = false;
     std::vector<std::unique_ptr<ServerRing>> rings;
+    std::vector<std::pair<void*, std::size_t>> staging;  // of hint rings
+
+    std::uint8_t* make_staging(std::uint32_t pages) {
+        const std::size_t bytes = static_cast<std::size_t>(pages) * kPageBytes;
+        void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (memory == MAP_FAILED) refuse_system("staging memory of a hint ring");
+        staging.emplace_back(memory, bytes);
+        return static_cast<std::uint8_t*>(memory);
+    }
 
     ~ServedChannel() {
+        for (const auto& [memory, bytes] : staging) munmap(memory, bytes);
         if (base != nullptr) munmap(base, map_bytes);
     }
 };
@@ -148,9 +158,8 @@ Pump::~Pump() {
         return;
     }
     stop();
-    for (const Device& device : devices_)
-        if (device.fd >= 0) close(device.fd);
     reader_.reset();
+    close_devices();  // of one that was abandoned
     close(wake_fd_);
 }
 
@@ -206,6 +215,13 @@ bool Pump::stop(std::uint64_t timeout_ns) {
         const std::lock_guard control(control_mutex_);
         if (ended_) return true;  // by another caller
         ended_ = true;
+        // The descriptors go now, not with this object: somebody may wait for the device.
+        call([this] {
+            for (std::uint32_t device = 0; device < kDevicesMax; ++device)
+                if (devices_[device].fd >= 0) reader_->remove_device(device);
+            return Progress::finished;
+        });
+        close_devices();
     }
     exit_.store(true, std::memory_order_release);
     ring_eventfd(wake_fd_);
@@ -220,6 +236,11 @@ bool Pump::stop(std::uint64_t timeout_ns) {
     commands_.clear();
     command_done_.notify_all();
     return true;
+}
+
+void Pump::close_devices() {
+    for (Device& device : devices_)
+        if (device.fd >= 0) close(std::exchange(device.fd, -1));
 }
 
 void Pump::leave() {
@@ -393,7 +414,11 @@ void Pump::add_ring(std::uint32_t channel, std::uint32_t ring, std::uint32_t tab
                                            std::to_string(channel) + " is served already");
     require(ring_count_ < kPumpRingsMax,
             "a pump serves at most " + std::to_string(kPumpRingsMax) + " rings");
-    const RingView view(owner.base, owner.header.total_bytes, owner.header.rings[ring]);
+    RingView view(owner.base, owner.header.total_bytes, owner.header.rings[ring]);
+    if ((view.flags & kRingFlagHint) != 0) {
+        require(!options_.guardian, "a guardian serves no hints");
+        view.arena_d = owner.make_staging(view.arena_pages);
+    }
     auto made = std::make_unique<ServerRing>(
         view, served->second.get(), options_.guardian ? Owner::guardian : Owner::daemon);
     made->channel = channel;
@@ -443,6 +468,7 @@ Pump::Progress Pump::join_ring(ServerRing& ring, std::uint32_t& registered) {
         }
     }
     rings_.push_back(&ring);
+    link_hints(ring, true);
     gpu_rings_ += (ring.view().flags & kRingFlagGpu) != 0;
     ring.adopt();
     return Progress::finished;
@@ -498,6 +524,7 @@ Pump::Progress Pump::release_ring(ServerRing& ring) {
         reader_->release_buffers(ring.first_buffer + static_cast<std::int32_t>(ring.buffers), 1);
         return Progress::more;
     }
+    link_hints(ring, false);
     if (!options_.guardian) store_release(ring.control().parked.value, 0);
     gpu_rings_ -= (ring.view().flags & kRingFlagGpu) != 0;
     counts_.totals.add(ring.counters);
@@ -516,6 +543,16 @@ void Pump::forget_channel(std::uint32_t channel) {
     }
     gone = std::move(at->second);
     channels_.erase(at);
+}
+
+// On the pump's thread: a ring and the hints for its table find each other, or part.
+void Pump::link_hints(ServerRing& ring, bool link) {
+    for (ServerRing* other : rings_) {
+        if (other->channel != ring.channel || other->table_number != ring.table_number) continue;
+        if (other->is_hint() == ring.is_hint()) continue;
+        ServerRing& reader = ring.is_hint() ? *other : ring;
+        reader.hint = !link ? nullptr : ring.is_hint() ? &ring : other;
+    }
 }
 
 // --- statistics ----------------------------------------------------------------------------------
