@@ -100,6 +100,10 @@ class Session:
             KvPoolFullError: a pool has no page for them; nothing has changed.
             KvUnsupportedError: another batch than the one under way.
         """
+        if batch > self.tables.rows:
+            raise KvUnsupportedError(
+                f"a batch of {batch}; the session was made for {self.tables.rows} (rows)"
+            )
         if not self.requests.rows and self.length == 0:
             for _ in range(batch):
                 self.requests.admit()
