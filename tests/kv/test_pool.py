@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import numpy as np
@@ -23,7 +24,7 @@ def test_a_layout_holds_what_was_asked_and_no_byte_overlaps() -> None:
         assert layout.pages == pages
         spans = [(layout.headers_at(n), pages * 16) for n in range(3)]
         spans += [(layout.layer_at(n), pages * SHAPE.block_bytes) for n in range(3)]
-        for (at, length), (after, _) in zip(spans, spans[1:], strict=False):
+        for (at, length), (after, _) in itertools.pairwise(spans):
             assert at + length <= after
         assert spans[-1][0] + spans[-1][1] <= size
         assert layout.pages_at % 4096 == 0
@@ -69,7 +70,7 @@ def test_leases_are_apart_and_come_back_as_zeroes() -> None:
 def test_a_pool_refuses_in_words() -> None:
     pool = HostPool(4 * ALIGN)
     try:
-        with pytest.raises(KvPoolError, match="the pool \\(kv.pool_bytes\\) has"):
+        with pytest.raises(KvPoolError, match=r"the pool \(kv\.pool_bytes\) has"):
             pool.lease(5 * ALIGN, "a")
         held = [pool.lease(ALIGN, str(n)) for n in range(4)]
         pool.release(held[0].number)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +13,9 @@ from tests.kv.world import World
 from tierd.errors import KvPoolFullError
 from tierd.kv import layer as places
 from tierd.kv.shape import Budget, KvShape
+
+if TYPE_CHECKING:
+    from tierd.kv.requests import Parked
 
 SHAPE = KvShape(layers=2, kv_heads=2, group=2, head_dim=16, dtype=torch.float32)
 
@@ -195,34 +200,41 @@ def test_a_full_batch_is_refused_in_words() -> None:
 )  # fmt: skip
 def test_any_order_of_events_keeps_every_owner(events: list[str], seed: int) -> None:
     world = make(rows=3, blocks=16, gpu_pages=60, host_pages=44, seed=seed)
-    parked = []
+    parked: list[Parked] = []
     for number, event in enumerate(events):
-        rows = sorted(world.requests.rows)
-        row = rows[(number + seed) % len(rows)] if rows else None
-        try:
-            if event == "begin":
-                world.begin(40 + (seed + 13 * number) % 90)
-            elif event in {"step", "taken"}:
-                long = [r for r in rows if world.requests.rows[r].length > 230]
-                for r in long:
-                    world.requests.free(r)
-                world.step(accepted=1 + (event == "taken"))
-            elif event == "resume" and parked:
-                world.requests.resume(parked[-1])
-                parked.pop()
-            elif row is not None and event == "sparse":
-                world.land(row)
-                if world.requests.can_turn_sparse(row):
-                    world.requests.turn_sparse(row)
-            elif row is not None and event == "fork":
-                world.fork(row)
-            elif row is not None and event == "free":
-                world.requests.free(row)
-            elif row is not None and event == "preempt":
-                parked.append(world.preempt(row))
-        except KvPoolFullError:
-            if event == "begin":  # a prompt that found no room is given up
-                last = max(world.requests.rows, key=lambda r: world.requests.rows[r].number)
-                if world.requests.rows[last].length < 40 and last not in rows:
-                    world.requests.free(last)
+        happen(world, event, number + seed, parked)
         world.check()
+
+
+def happen(world: World, event: str, number: int, parked: list[Parked]) -> None:
+    """One event; where a pool is full, it does not happen."""
+    rows = sorted(world.requests.rows)
+    row = rows[number % len(rows)] if rows else None
+    try:
+        if event == "begin":
+            world.begin(40 + 13 * number % 90)
+        elif event in {"step", "taken"}:
+            for long in [r for r in rows if world.requests.rows[r].length > 230]:
+                world.requests.free(long)
+            world.step(accepted=1 + (event == "taken"))
+        elif event == "resume" and parked:
+            world.requests.resume(parked[-1])
+            parked.pop()
+        elif row is not None:
+            happen_to(world, event, row, parked)
+    except KvPoolFullError:
+        for new in set(world.requests.rows) - set(rows):
+            world.requests.free(new)  # a prompt that found no room is given up
+
+
+def happen_to(world: World, event: str, row: int, parked: list[Parked]) -> None:
+    if event == "sparse":
+        world.land(row)
+        if world.requests.can_turn_sparse(row):
+            world.requests.turn_sparse(row)
+    elif event == "fork":
+        world.fork(row)
+    elif event == "free":
+        world.requests.free(row)
+    elif event == "preempt":
+        parked.append(world.preempt(row))
