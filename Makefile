@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := all
-.PHONY: all setup build stubs lint test demo packages bench bench-gpu bench-report gpu-test sanitizers sim sim-soak sim-mutants crash clean
+.PHONY: all setup build stubs lint test demo packages bench bench-gpu bench-kv bench-report gpu-test sanitizers sim sim-soak sim-mutants crash clean
 
 all: lint test
 
@@ -59,6 +59,9 @@ gpu-test: build
 	$(PY) -m pytest tests/gpu -m gpu
 bench-gpu: build
 	$(PY) -m bench.gpu
+# A few minutes on the CPU; the GPU part is `python -m bench.kv_gpu` (docs/kv.md).
+bench-kv: build
+	$(PY) -m bench.kv
 bench-report: build
 	$(PY) -m bench.report
 

@@ -304,6 +304,12 @@ def capped(engine: Any, cap: float) -> dict[str, Any]:
     before, steps = engine.counters(), 14
     times = timed({"step": step_of(engine)}, steps, 0)["step"]
     after = engine.counters()
+    stall = None
+    if not engine.one_graph:
+        engine.background.measure(on=True)
+        timed({"stall": step_of(engine)}, 4, 0)
+        stall = engine.background.stall_ms() / 4
+        engine.background.measure(on=False)
     entries = (after["admitted"] - before["admitted"]) / steps
     ms = median(times)
     wanted = after["wanted"] - before["wanted"]
@@ -317,6 +323,7 @@ def capped(engine: Any, cap: float) -> dict[str, Any]:
         "bytes_over_cap": cap_excess(engine, before, after, steps),
         "wrong_owner": after["wrong_owner"],
         "written": after["written"] - before["written"],
+        "stall_ms": stall,
     }
 
 

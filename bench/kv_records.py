@@ -1,4 +1,4 @@
-"""Turn the raw results of `python -m bench.kv_gpu --out FILE` into records of bench/results/kv.json.
+"""Turn raw results of `python -m bench.kv_gpu --out FILE` into records of bench/results/kv.json.
 
     python -m bench.kv_records FILE... --commit HASH --machine TEXT --torch V --triton V --date D
 
@@ -52,7 +52,7 @@ def models(found: dict[str, Any]) -> Made:
         {
             "measure": "kv.recall_loss_points",
             "value": recall["recall_full"] - recall["recall_sparse"], "unit": "points",
-            "detail": {"draft": "prompt lookup", "recall_by_draft_pct": by_method, "budget": "1/16"},
+            "detail": {"draft": "prompt lookup", "by_draft_pct": by_method, "budget": "1/16"},
         },
     ]  # fmt: skip
     growth = {

@@ -10,7 +10,7 @@ from transformers import DeepseekV3Config, LlamaConfig, MistralConfig, Qwen3Conf
 
 from tierd.errors import KvUnsupportedError
 from tierd.kv.drafts import PromptLookup
-from tierd.kv.shape import Budget, KvShape, cap_that_hides, step_bytes
+from tierd.kv.shape import Budget, KvShape, StepBudget, cap_that_hides, step_bytes
 from tierd.kv.transformers import refuse, shape_of
 
 QWEN = KvShape(layers=36, kv_heads=8, group=4, head_dim=128)
@@ -33,6 +33,18 @@ def test_the_cap_follows_the_link_and_the_step() -> None:
     assert cap_that_hides(QWEN, 1000, 51e9, 0.010, Budget()) == 1
     assert cap_that_hides(QWEN, 0, 51e9, 0.010, Budget()) == 6
     assert Budget(128, 0).admitted == 0
+
+
+def test_the_gate_opens_and_closes_with_the_steps() -> None:
+    gate = StepBudget(QWEN, Budget(128, 0.1), 51e9)
+    assert gate.admit(40) == 12  # nothing is known yet
+    gate.observe(0.010)
+    assert gate.admit(40) == 5
+    gate.observe(0.100)  # one slow step moves it by a tenth
+    assert gate.admit(40) == 10
+    for _ in range(60):
+        gate.observe(0.004)
+    assert gate.admit(40) == 2
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,23 @@ def test_speculation_with_rejected_drafts_gives_the_stock_tokens() -> None:
     assert session.requests.rows[0].sparse
 
 
+def test_an_assistant_s_drafts_and_a_gate_give_the_stock_tokens() -> None:
+    """The cap follows step times: too small for all of the set, until it is made to cover it."""
+    model, helper, ids = tiny(), tiny(), prompts(1, 70)
+    want = generate(model, ids)
+    session = attach(
+        model, budget=Budget(8, 1.0), rows=1, context=128, threshold=64, link_bytes_s=1e12
+    )
+    got = generate(model, ids, cache=new_cache(session), assistant_model=helper)
+    assert torch.equal(got, want)
+    assert int(session.tables.admit[0]) == 8
+    session = attach(
+        model, budget=Budget(8, 1.0), rows=1, context=128, threshold=64, link_bytes_s=1.0
+    )
+    generate(model, ids, cache=new_cache(session))
+    assert int(session.tables.admit[0]) == 1
+
+
 def test_a_small_budget_changes_attention() -> None:
     """The rig can tell: with 2 of 5 blocks the tokens are others."""
     model, ids = tiny(), prompts(1, 100)

@@ -81,6 +81,8 @@ class Background:
         """
         self.work = work
         self._one_graph = one_graph
+        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._measure = False
         # Low priority: a free multiprocessor goes to the engine's own kernels first.
         self.predict, self.select, self.move = (
             torch.cuda.Stream(device, priority=0) for _ in range(3)
@@ -108,8 +110,26 @@ class Background:
 
     def await_moved(self, layer: int, stream: torch.cuda.Stream) -> None:
         """Let `stream` wait until the last step's transfer of this layer is done."""
-        if not self._one_graph:
+        if self._one_graph:
+            return
+        if self._measure:
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record(stream)
             stream.wait_event(self._events[layer].moved)
+            after.record(stream)
+            self._waits.append((before, after))
+        else:
+            stream.wait_event(self._events[layer].moved)
+
+    def measure(self, on: bool) -> None:
+        """Time the waits of the steps that follow; two more events a layer."""
+        self._measure = on
+        self._waits.clear()
+
+    def stall_ms(self) -> float:
+        """Return how long the engine's stream waited for transfers since `measure`."""
+        torch.cuda.synchronize()
+        return sum(before.elapsed_time(after) for before, after in self._waits)
 
     def attended(self, layer: int, stream: torch.cuda.Stream) -> None:
         """The layer's attention is on `stream`: behind it, pages may change."""
