@@ -80,6 +80,21 @@ class Refusal(BaseModel):
     reason: str
 
 
+class Scrub(BaseModel):
+    """The check of every page in the background."""
+
+    state: str  # off, running, resting (between passes) or failed
+    image: str  # under the walker; "" between images
+    next_page: int  # of it
+    images_done: int  # in this pass
+    passes: int
+    finished_at: float  # end of the last pass, Unix time; 0 if there was none
+    bad_pages: int  # known now, of all images
+    damaged: dict[str, list[str]]  # image -> what is wrong with it
+    save_error: str  # why progress cannot be kept; "" while it can
+    fault: str  # why it gave up; "" while it has not
+
+
 class Status(BaseModel):
     """GET /v1/status."""
 
@@ -99,6 +114,7 @@ class Status(BaseModel):
     rings: int
     totals: Totals
     history: History
+    scrub: Scrub
     session_faults: int
     refusals: list[Refusal]  # engines of versions that are not served, newest last
     doctor: Verdict
@@ -144,6 +160,7 @@ class Image(BaseModel):
     device: str  # the home device
     device_uuid: str
     devices: list[str]  # all that hold a share of it, the home first
+    copies: list[list[str]]  # devices of the same image's copies, its next tiers
     extents: int
     page_version: int  # format of its pages
     fault: str  # why it cannot be served; "" here, since it is
@@ -187,16 +204,27 @@ class Client(BaseModel):
     engine: str
     rank: int
     world: int
+    expected_ranks: int
     attached_at: str
     pump: int
     channel_bytes: int
     rings: list[Ring]
 
 
+class Engine(BaseModel):
+    """The attached ranks of one engine, by its name; ``missing_ranks`` as far as known."""
+
+    engine: str
+    attached_ranks: int
+    expected_ranks: int
+    missing_ranks: list[int]
+
+
 class Clients(BaseModel):
     """GET /v1/clients."""
 
     clients: list[Client]
+    engines: list[Engine]
 
 
 class KvCounters(BaseModel):

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from tierd.api import (
     clients,
+    controller,
     devices,
     doctor,
     events,
@@ -58,6 +59,7 @@ RESOURCES: tuple[Routes, ...] = (
     images.routes,
     clients.routes,
     kv.routes,
+    controller.routes,
     jobs.routes,
     events.routes,
     doctor.routes,
