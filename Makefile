@@ -7,6 +7,7 @@ PY := .venv/bin/python
 	bench \
 	bench-controller \
 	bench-gpu \
+	bench-kv \
 	bench-report \
 	bench-sglang \
 	bench-storage \
@@ -97,6 +98,9 @@ gpu-test: build
 	$(PY) -m pytest tests/gpu -m gpu
 bench-gpu: build
 	$(PY) -m bench.gpu
+# A few minutes on the CPU; the GPU part is `python -m bench.kv_gpu` (docs/kv.md).
+bench-kv: build
+	$(PY) -m bench.kv
 # Needs root, for a loop device; `python -m bench.storage --only PART...` runs a part.
 bench-storage: build
 	$(PY) -m bench.storage

@@ -267,6 +267,18 @@ class ChannelSection(Section):
     )
 
 
+class KvSection(Section):
+    """The host pool for KV caches beyond HBM (docs/kv.md)."""
+
+    pool_bytes: int = Field(
+        0,
+        ge=0,
+        le=1 << 45,
+        description="Host memory that engine ranks may lease for the full KV of their requests; "
+        "it is taken as they use it and pinned by them. 0: no pool.",
+    )
+
+
 class ControllerSection(Section):
     """What watches the cache split and the placement (docs/controller.md)."""
 
@@ -343,6 +355,7 @@ class Settings(BaseSettings):
     pump: PumpSection = PumpSection()
     io: IoSection = IoSection()
     channel: ChannelSection = ChannelSection()
+    kv: KvSection = KvSection()
     controller: ControllerSection = ControllerSection()
     catalog: CatalogSection = CatalogSection()
     log: LogSection = LogSection()
