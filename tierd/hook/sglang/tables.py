@@ -364,8 +364,14 @@ def _who() -> attach.EngineRank:
 
 
 def _rows_max(kind: TableKind) -> int:
-    """Return how many rows the largest decode or verify graph reads from one table."""
+    """Return how many rows the largest decode or verify graph reads from one table.
+
+    Under data parallel attention a rank looks up those of all its peers.
+    """
+    from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415 - the engine's own
+
     config = published("cuda_graph_config")
     batch = int(getattr(getattr(config, "decode", None), "max_bs", None) or 0)
     tokens = int(published("speculative_num_draft_tokens") or 1)
-    return settings.count("TIERD_ROWS_MAX", max(_ROWS_MAX_LEAST, batch * tokens * COLUMNS[kind]))
+    rows = batch * tokens * COLUMNS[kind] * max(1, int(get_parallel().attn_dp_size))
+    return settings.count("TIERD_ROWS_MAX", max(_ROWS_MAX_LEAST, rows))
