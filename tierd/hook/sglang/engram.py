@@ -65,6 +65,7 @@ def _subclass(stock: type[nn.Module]) -> type[nn.Module]:
             self, num_embeddings: int, dim: int, layer_id: int, *args: Any, **kwargs: Any
         ) -> None:
             with or_exit():
+                tables.require_published()
                 device = torch.empty(0).device
                 with rows.TablesOnMeta():
                     super().__init__(num_embeddings, dim, layer_id, *args, **kwargs)

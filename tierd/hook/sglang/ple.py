@@ -34,6 +34,7 @@ def _subclass(module: Any, stock: Any) -> type[nn.Module]:
 
         def __init__(self, embedding: Any, **kwargs: Any) -> None:
             with or_exit():
+                tables.require_published()
                 device = embedding.weight_scale.device
                 allocate = module.allocate_ple_host_table
                 module.allocate_ple_host_table = _on_meta
