@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := all
-.PHONY: all setup build stubs lint test demo packages bench bench-gpu bench-report gpu-test sanitizers sim sim-soak sim-mutants crash clean
+.PHONY: all setup build stubs lint test demo packages bench bench-gpu bench-report gpu-test sanitizers chaos bench-life sim sim-soak sim-mutants crash clean
 
 all: lint test
 
@@ -41,6 +41,11 @@ packages: .venv/.ready
 sanitizers: .venv/.ready
 	tools/sanitizers.sh
 
+# Daemons and engines are killed while rows are compared (docs/operating/failures.md). By hand:
+# python -m tests.chaos --kills 1000 --tokens is the soak, --seed and --case replay.
+chaos: build
+	$(PY) -m tests.chaos
+
 # The simulator (docs/simulator.md): SEED=N replays one run.
 SEEDS ?= 10000
 sim: build
@@ -59,6 +64,8 @@ gpu-test: build
 	$(PY) -m pytest tests/gpu -m gpu
 bench-gpu: build
 	$(PY) -m bench.gpu
+bench-life: build
+	$(PY) -m bench.life
 bench-report: build
 	$(PY) -m bench.report
 
