@@ -1,25 +1,36 @@
-"""GET /v1/clients: who is attached, and how each ring does."""
+"""/v1/clients: who is attached, and how each ring does."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aiohttp import web
-
 from tierd.api import schemas
-from tierd.api.common import DAEMON, moment, reply
+from tierd.api.common import moment
+from tierd.api.routing import Call, Routes
+from tierd.errors import NoClientError
 
 if TYPE_CHECKING:
     from tierd.daemon.attach import AttachedClient
 
-routes = web.RouteTableDef()
+routes = Routes("clients", "Attached engine ranks.")
 
 
-@routes.get("/v1/clients")
-async def get_clients(request: web.Request) -> web.Response:
-    """Answer with every attached client."""
-    attached = request.app[DAEMON].attach.clients.values()
-    return reply(schemas.Clients(clients=[_client(client) for client in attached]))
+@routes.get("/v1/clients", schemas.Clients)
+async def get_clients(call: Call) -> schemas.Clients:
+    """Every attached client."""
+    attached = call.daemon.attach.clients.values()
+    return schemas.Clients(clients=[_client(client) for client in attached])
+
+
+@routes.get("/v1/clients/{client}", schemas.Client)
+async def get_client(call: Call) -> schemas.Client:
+    """One client, by its id."""
+    found = call.daemon.attach.clients.get(call.part("client"))
+    if found is None:
+        raise NoClientError(
+            f"there is no client {call.part('client')[:40]!r} here; run: tierd status"
+        )
+    return _client(found)
 
 
 def _client(client: AttachedClient) -> schemas.Client:

@@ -49,6 +49,7 @@ def serve(
     """Serve the images of the configured devices until stopped (SIGTERM, Ctrl-C)."""
     from tierd import config, daemon, log
     from tierd.api.server import RestApi
+    from tierd.tools import doctor
 
     overrides = {
         "daemon.name": name,
@@ -65,7 +66,7 @@ def serve(
 
     settings = read_settings()
     log.setup(settings.log.level, settings.log.format)
-    daemon.serve(settings, RestApi, read_settings)
+    daemon.serve(settings, lambda made: RestApi(made, examine=doctor.examine), read_settings)
 
 
 @cli.command()

@@ -15,7 +15,7 @@ import os
 import socket
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -105,6 +105,7 @@ class AttachServer:
 
     Attributes:
         clients: attached clients by id.
+        departed: image name -> ring counters of the clients that have gone, added up.
         faults: sessions that ended by a fault of ours; each is in the log with its traceback.
         refusals: engines of versions that are not served, newest last.
         left: clients whose reads were still in flight when the daemon stopped.
@@ -118,6 +119,7 @@ class AttachServer:
         self.catalog = catalog
         self.boot_id = boot_id
         self.clients: dict[str, AttachedClient] = {}
+        self.departed: dict[str, Counter[str]] = {}
         self.faults = 0
         self.left = 0
         self.refusals: deque[Refusal] = deque(maxlen=REFUSALS_MAX)
@@ -394,6 +396,8 @@ class _Session:
         if not await self._let_go(client):
             server.left += 1
             return
+        for image, ring in zip(client.attached.images, stats, strict=True):
+            server.departed.setdefault(image.info.name, Counter()).update(ring)
         del server.clients[client.client_id]
         server.channels.discard(client.file)
         client.view.close()

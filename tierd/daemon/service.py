@@ -28,6 +28,8 @@ from tierd import log as logging
 from tierd.catalog import Catalog
 from tierd.daemon import claims, reload
 from tierd.daemon.attach import AttachServer
+from tierd.daemon.hub import Hub
+from tierd.daemon.jobs import Board
 from tierd.daemon.plane import DataPlane
 from tierd.errors import TierdError
 from tierd.io import _core
@@ -83,11 +85,14 @@ class Daemon:
         attach: the engine socket's server, and its clients.
         catalog: history.
         watchdog: sees whether the threads still turn.
+        jobs: long work.
+        hub: who listens to events.
     """
 
     plane: DataPlane
     attach: AttachServer
     catalog: Catalog
+    jobs: Board
     watchdog: Any = None
 
     def __init__(
@@ -106,6 +111,7 @@ class Daemon:
         self.settings = settings
         self._read_settings = read_settings
         self.identity = Identity(uuid.uuid4().hex, time.time(), time.monotonic())
+        self.hub = Hub()
         self._make_api = make_api
         self._failed_seen: dict[tuple[int, int, int, str], int] = {}
 
@@ -175,10 +181,13 @@ class Daemon:
         what = f"a daemon named {settings.daemon.name} runs already"
         stack.callback(claims.Claim.take(paths.lock, what).release)
         self.catalog = self._open_catalog()
+        self.catalog.listener = self.hub.publish
         stack.callback(self.catalog.close)
         self.plane = await asyncio.to_thread(DataPlane.open, settings)
         stack.push_async_callback(asyncio.to_thread, self.plane.close)
         stack.callback(self._start_watchdog().stop)
+        self.jobs = Board(self.catalog)
+        stack.push_async_callback(asyncio.to_thread, self.jobs.close)
 
         engine = self._listen(
             paths.engine_socket, socket.SOCK_SEQPACKET, settings.engine.socket_mode
@@ -196,6 +205,7 @@ class Daemon:
         api = self._make_api(self)
         await api.start(rest.sock)
         stack.push_async_callback(api.stop)
+        stack.callback(self.hub.close)
         self._announce()
 
     def _start_watchdog(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from rich.console import Console
@@ -42,6 +43,10 @@ def status(state: dict[str, Any], clients: list[dict[str, Any]]) -> None:
     for number, pump in enumerate(state["pumps"]):
         reason = f" ({pump['transport_reason']})" if pump["transport_reason"] else ""
         console.print(f"  pump {number}: {pump['transport']}{reason}")
+    doctor = state["doctor"]
+    if doctor["problems"] or doctor["warnings"]:
+        found = f"{doctor['problems']} problems, {doctor['warnings']} warnings"
+        console.print(f"  the machine has {found}; run: tierd doctor")
     if state["history"]["degraded"]:
         console.print(f"  history is not being kept: {state['history']['degraded']}")
     for absent in state["absent_devices"]:
@@ -55,6 +60,66 @@ def status(state: dict[str, Any], clients: list[dict[str, Any]]) -> None:
     console.print(f"  {state['images']} images, {len(clients)} clients")
     if clients:
         console.print(_rings(clients))
+
+
+def jobs(listed: list[dict[str, Any]]) -> None:
+    """Print jobs, newest first."""
+    if not listed:
+        make_console().print("no jobs")
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in ("JOB", "KIND", "ABOUT", "STATE", "DONE", "LEFT", "BY", "CREATED"):
+        table.add_column(name, justify="right" if name in {"DONE", "LEFT"} else "left")
+    for job in listed:
+        now = job["progress"]
+        share = f"{now['done_bytes'] / now['total_bytes']:.0%}" if now["total_bytes"] else "-"
+        left = "-" if now["left_s"] is None else duration(now["left_s"])
+        names = ("job", "kind", "subject", "state")
+        created = job["created_at"][:19].replace("T", " ")
+        table.add_row(*(job[name] for name in names), share, left, job["caller"], created)
+    make_console().print(table)
+
+
+def job(job: dict[str, Any]) -> None:
+    """Print one job."""
+    console, now = make_console(), job["progress"]
+    console.print(f"job {job['job']}: {job['kind']} {job['subject']}, {job['state']}")
+    console.print(f"  asked for by {job['caller']} at {job['created_at']}")
+    if now["total_bytes"]:
+        rate = "" if now["bytes_per_s"] is None else f", {size(int(now['bytes_per_s']))}/s"
+        left = "" if now["left_s"] is None else f", {duration(now['left_s'])} left"
+        console.print(f"  {size(now['done_bytes'])} of {size(now['total_bytes'])}{rate}{left}")
+    if now["doing"]:
+        console.print(f"  {now['doing']}")
+    if job["error"]:
+        console.print(f"  {job['error']}")
+    if job["result"] is not None:
+        console.print(json.dumps(job["result"], indent=2))
+
+
+def findings(found: list[dict[str, Any]]) -> None:
+    """Print an examination, the worst first."""
+    console = make_console()
+    words = {"ok": "ok", "warning": "WARNING", "problem": "PROBLEM"}
+    for finding in found:
+        about = f" {finding['subject']}" if finding["subject"] else ""
+        head = f"{words[finding['severity']]:<8} {finding['check']}{about}: {finding['finding']}"
+        console.print(head)
+        if finding["severity"] == "ok":
+            continue
+        for name in ("cause", "evidence"):
+            if finding[name]:
+                console.print(f"         {name}: {finding[name]}")
+        if finding["cure"]:
+            console.print(f"         run: {finding['cure']}")
+
+
+def event(event: dict[str, Any]) -> str:
+    """Return one event in a line."""
+    details = " ".join(f"{key}={value}" for key, value in event["details"].items())
+    return (
+        f"{event['time'][:19].replace('T', ' ')}  {event['kind']:<10} {event['subject']}  {details}"
+    )
 
 
 def _rings(clients: list[dict[str, Any]]) -> Table:
