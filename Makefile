@@ -8,10 +8,12 @@ PY := .venv/bin/python
 	bench-controller \
 	bench-gpu \
 	bench-kv \
+	bench-life \
 	bench-report \
 	bench-sglang \
 	bench-storage \
 	build \
+	chaos \
 	clean \
 	crash \
 	demo \
@@ -77,6 +79,11 @@ packages: .venv/.ready
 sanitizers: .venv/.ready
 	tools/sanitizers.sh
 
+# Daemons and engines are killed while rows are compared (docs/operating/failures.md). By hand:
+# python -m tests.chaos --kills 1000 --tokens is the soak, --seed and --case replay.
+chaos: build
+	$(PY) -m tests.chaos
+
 # The simulator (docs/simulator.md): SEED=N replays one run.
 SEEDS ?= 10000
 sim: build
@@ -104,6 +111,8 @@ bench-kv: build
 # Needs root, for a loop device; `python -m bench.storage --only PART...` runs a part.
 bench-storage: build
 	$(PY) -m bench.storage
+bench-life: build
+	$(PY) -m bench.life
 bench-report: build
 	$(PY) -m bench.report
 
