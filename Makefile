@@ -56,7 +56,7 @@ bench: build
 	$(PY) -m bench.first_light
 # Both need a CUDA GPU.
 gpu-test: build
-	$(PY) -m pytest tests/gpu -m gpu
+	TRITON_INTERPRET=0 $(PY) -m pytest tests/gpu -m gpu
 bench-gpu: build
 	$(PY) -m bench.gpu
 bench-report: build

@@ -6,7 +6,7 @@ the standard library and click is imported inside the commands, so that help ans
 
 from __future__ import annotations
 
-from tierd.cli import config, devices, images, serving, storage
+from tierd.cli import config, devices, images, probe, serving, storage
 from tierd.cli.base import cli, main
 
-__all__ = ["cli", "config", "devices", "images", "main", "serving", "storage"]
+__all__ = ["cli", "config", "devices", "images", "main", "probe", "serving", "storage"]
