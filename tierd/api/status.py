@@ -60,6 +60,10 @@ def _status(
         totals=_totals(daemon),
         history=schemas.History(degraded=daemon.catalog.degraded, lost=daemon.catalog.lost),
         session_faults=daemon.attach.faults,
+        lossy=[
+            schemas.LossyTable(image=one.name, seen_set=str(one.path), seen_share=one.share)
+            for one in daemon.attach.lossy.values()
+        ],
         refusals=[
             schemas.Refusal(pid=r.pid, at=moment(r.at), reason=r.reason)
             for r in daemon.attach.refusals
