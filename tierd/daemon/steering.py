@@ -94,6 +94,8 @@ class Steering:
         clients: by client id.
         fits: read-time models, one a pump.
         decisions: newest first.
+        reads_ms: (pump, channel, ring) -> mean read time, measured between the last looks that
+            saw any.
         frozen: the operator's reason; "" while the climber may move.
         lock: held while any of this changes.
     """
@@ -112,6 +114,7 @@ class Steering:
         self.lock = asyncio.Lock()
         self._last = time.monotonic()
         self._pumps: dict[tuple[int, int, int], tuple[int, int, int]] = {}
+        self.reads_ms: dict[tuple[int, int, int], float] = {}
         self.windows: ProbedWindows | None = None
         self.problem = ""
         self.clients: dict[str, Watched] = {}
@@ -240,7 +243,9 @@ class Steering:
                 if requests > 0 and pages > 0 and spent > 0:
                     own = pages / requests, spent / requests / 1e6
                     gained.setdefault((pump, ring["channel"]), {})[ring["ring"]] = own
+                    self.reads_ms[key] = own[1]
         self._pumps = seen
+        self.reads_ms = {key: read for key, read in self.reads_ms.items() if key in seen}
         for (pump, channel), rings in gained.items():
             order = sorted(rings, key=lambda ring: (self._window(pump, channel, ring), ring))
             pages = [rings[ring][0] for ring in order]
@@ -319,6 +324,11 @@ class Steering:
         self.decisions.appendleft(Remembered(time.time(), action, subject, reason, ways))
         log.info("controller", action=action, subject=subject, reason=reason, ways=list(ways))
         self._catalog.record("controller", subject, action=action, reason=reason, ways=list(ways))
+
+    def read_ms(self, client: AttachedClient, ring: int) -> float | None:
+        """Return a ring's measured read time, None before any."""
+        attached = client.attached
+        return self.reads_ms.get((attached.pump, attached.channel, ring))
 
     # --- the operator ----------------------------------------------------------------------------
 
