@@ -59,7 +59,7 @@ bench-controller: build
 	$(PY) -m bench.controller
 # Both need a CUDA GPU.
 gpu-test: build
-	$(PY) -m pytest tests/gpu -m gpu
+	TRITON_INTERPRET=0 $(PY) -m pytest tests/gpu -m gpu
 bench-gpu: build
 	$(PY) -m bench.gpu
 bench-report: build

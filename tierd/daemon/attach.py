@@ -352,7 +352,7 @@ class _Session:
                 raise AttachError(text + "; image i is ring i")
             loop = asyncio.get_running_loop()
             attached = await loop.run_in_executor(
-                server.workers, server.plane.attach, channel_fd, wanted
+                server.workers, server.plane.attach, channel_fd, wanted, bool(view.hints)
             )
         except BaseException:
             view.close()

@@ -128,8 +128,8 @@ class Steering:
         path = self.settings.windows
         if not path:
             self.problem = (
-                "no windows: set controller.windows to the file that the window probe wrote on "
-                "this GPU with this engine; until then there are no decisions"
+                "no windows: set controller.windows to the probe's file, measured on this GPU with "
+                "this engine; until then there are no decisions; run: tierd probe"
             )
             return
         try:
@@ -165,7 +165,7 @@ class Steering:
         windows, problem = self._windows_of(client, None)
         caches = []
         for cache in client.caches:
-            rings = [ring for ring in cache.ways if ring < len(client.view.rings)]
+            rings = [ring for ring in cache.ways if ring < len(client.attached.images)]
             known = {ring: windows[ring] or 0.0 for ring in rings}
             order = tuple(sorted(rings, key=lambda ring: (known[ring], self._layer(client, ring))))
             state = climber.SplitState.start(tuple(cache.ways[ring] for ring in order))
@@ -212,7 +212,7 @@ class Steering:
             if measured and measured != found:
                 raise WindowsForeignError(
                     f"{self.settings.windows}: measured for {what} {measured}, not {found}: no "
-                    "decisions for this client; measure its windows with the window probe"
+                    "decisions for this client; run: tierd probe"
                 )
 
     # --- in a worker thread ----------------------------------------------------------------------
@@ -233,9 +233,16 @@ class Steering:
         """Feed each pump's model with the mean reads of each ring since the last look."""
         gained: dict[tuple[int, int], dict[int, tuple[float, float]]] = {}
         seen = {}
+        tables = {
+            (one.watch.client.attached.pump, one.watch.client.attached.channel, ring)
+            for one in self.clients.values()
+            for ring in range(len(one.watch.rings))
+        }
         for pump, stats in enumerate(self._plane.stats()):
             for ring in stats["rings"]:
                 key = (pump, ring["channel"], ring["ring"])
+                if key not in tables:
+                    continue
                 now = (ring["requests"], ring["pages"], ring.get("read_ns", 0))
                 seen[key] = now
                 before = self._pumps.get(key, (0, 0, 0))

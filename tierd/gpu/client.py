@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tierd.errors import AttachError
 from tierd.gpu import caches, tracing
+from tierd.gpu.hints import HintRing, hint_rows
 from tierd.gpu.keeper import Keeper
 from tierd.gpu.link import Link
 from tierd.gpu.tables import TableOptions, by_names, move_quotas
@@ -58,6 +59,7 @@ class Client:
         self._tables = tables
         self._pid = os.getpid()
         self._recorder: tracing.Recorder | None = None
+        self._hints: dict[str, HintRing] = {}
         # Also when the engine ends without a close: the daemon then knows that it was no accident.
         self._finalizer = weakref.finalize(self, keeper.close)
 
@@ -143,6 +145,9 @@ class Client:
         if device is not None:
             flags |= int(_core.protocol.RING_FLAG_GPU)
         rings = [(rows_max, arena_pages, number, flags) for number in range(len(images))]
+        if options.hint_pages:
+            listed, flag = hint_rows(options.hint_pages), int(_core.protocol.RING_FLAG_HINT)
+            rings += [(listed, options.hint_pages, n, flag) for n in range(len(images))]
         try:
             channel = _core.Channel(
                 rank=rank, world=world, client_id=uuid.uuid4().bytes, rings=rings
@@ -178,6 +183,19 @@ class Client:
         client = cls(keeper, channel, images, tables)
         client.record(tracing.recorder(images, engine))
         _skip_unseen(client, link.lossy)
+        if options.hint_pages:
+            for number, image in enumerate(images):
+                ring = len(images) + number
+                hints = HintRing(
+                    channel,
+                    ring,
+                    link.wake_fd,
+                    rows=image.table.rows,
+                    per_page=image.rows_per_page,
+                    pages=options.hint_pages,
+                )
+                client._hints[image.name] = hints
+                keeper.on_rewake(hints.rewake)
         return client
 
     def record(self, recorder: tracing.Recorder | None) -> None:
@@ -197,6 +215,19 @@ class Client:
             known = ", ".join(image.table.name for image in self._images)
             raise AttachError(f"table {name} is not attached; there are: {known}")
         return self._tables[name]
+
+    def hint(self, name: str, ids: Any) -> int:
+        """Tell the daemon which rows a prefill will read, a chunk ahead; from one thread.
+
+        Args:
+            name: the table, as for :meth:`table`.
+            ids: integer row numbers in host memory, any shape.
+
+        Returns:
+            Pages asked for; 0 where the client was attached without ``hint_pages``.
+        """
+        ring = self._hints.get(self.table(name).info.name)
+        return 0 if ring is None else ring.give(ids)
 
     def set_quotas(self, quotas: dict[str, int]) -> None:
         """Change several tables' ways per set together: what some give up, others may take.
@@ -243,6 +274,7 @@ class Client:
             table.close()
         if self._recorder is not None and os.getpid() == self._pid:
             self._recorder.close()
+        self._hints.clear()
         self._finalizer()
         self._channel = None  # its memory goes now, not when this object does
 
