@@ -13,8 +13,8 @@ from tierd.controller.curves import MissCurve
 from tierd.controller.load import NodeLoad, TableLoad, distinct_pages, predict
 from tierd.controller.placement import TableNeed, Tier, place
 from tierd.controller.readtime import PAPER_DISK, ReadTime
-from tierd.controller.seen import empty, is_seen, mark, share
 from tierd.controller.size import advise, best_ways
+from tierd.io.seen import empty, is_wanted, mark, share
 
 AGENT = MissCurve.of([0, 250e3, 5e5, 1e6, 5e6], [1, 0.19, 0.15, 0.13, 0.1])
 DISK, DRAM = Tier("disk", (PAPER_DISK,)), Tier("dram", (), 300 * 2.0**30)
@@ -159,7 +159,7 @@ def test_missing_rows_share_few_pages() -> None:
 def test_seen_sets(ids: list[int], asked: list[int]) -> None:
     bits = empty(1000)
     mark(bits, ids)
-    assert is_seen(bits, np.array(asked, np.int64)).tolist() == [row in set(ids) for row in asked]
+    assert is_wanted(bits, np.array(asked, np.int64)).tolist() == [row in set(ids) for row in asked]
     assert share(bits, 1000) == len(set(ids)) / 1000
     with pytest.raises(IndexError):
         mark(bits, [1000])

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from tierd.cli import cli
 from tierd.controller.readtime import PAPER_DISK
-from tierd.controller.seen import is_seen
-from tierd.errors import TraceError
+from tierd.errors import SeenSetError, TraceError
+from tierd.io.seen import is_wanted
+from tierd.io.seen import load as load_seen
 from tierd.io.tracefile import TracedTable, TraceWriter, read_trace
 from tierd.tools import plots, policies
 from tierd.tools import trace as tool
-from tierd.tools.trace_report import load_seen
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -146,7 +146,7 @@ def test_refusals(tmp_path: Path) -> None:
     assert "cannot be written" in refusal(
         "trace", "seen", path, "--table", "layers.1.engram", "--out", tmp_path / "no" / "s"
     )
-    with pytest.raises(TraceError, match="not a seen-set"):
+    with pytest.raises(SeenSetError, match="not a seen-set"):
         load_seen(path)
 
 
@@ -282,4 +282,4 @@ def test_seen_sets_from_traces(tmp_path: Path) -> None:
     )  # fmt: skip
     assert made.lookups == 5
     asked = np.array([0, 1, 2, 3, 7, 49_999])
-    assert is_seen(made.bits, asked).tolist() == [False, True, True, True, False, True]
+    assert is_wanted(made.bits, asked).tolist() == [False, True, True, True, False, True]

@@ -131,6 +131,13 @@ def _doctor(look: Look) -> list[Sample]:
 
 METRICS: tuple[Metric, ...] = (
     Metric(
+        "tierd_lossy_tables",
+        "gauge",
+        "Tables of which rows that no trace saw are served as zero, because lossy.seen_sets says "
+        "so; anything but 0 changes what models compute.",
+        lambda look: _one(len(look.daemon.attach.lossy)),
+    ),
+    Metric(
         "tierd_late_steps_ratio",
         "gauge",
         "Share of all steps since the daemon's start that waited more than 20 us for rows of the "

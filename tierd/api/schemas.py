@@ -65,6 +65,14 @@ class Pump(BaseModel):
     cpu_system_ns: int
 
 
+class LossyTable(BaseModel):
+    """A table of which rows that no trace saw are skipped."""
+
+    image: str
+    seen_set: str
+    seen_share: float  # of its rows
+
+
 class History(BaseModel):
     """Whether events are being kept."""
 
@@ -116,6 +124,7 @@ class Status(BaseModel):
     history: History
     scrub: Scrub
     session_faults: int
+    lossy: list[LossyTable]  # tables whose never-seen rows are served as zero
     refusals: list[Refusal]  # engines of versions that are not served, newest last
     doctor: Verdict
 

@@ -301,6 +301,17 @@ class ControllerSection(Section):
     )
 
 
+class LossySection(Section):
+    """Rows that are left out on purpose: it changes what models compute (docs/controller.md)."""
+
+    seen_sets: list[str] = Field(
+        default_factory=list,
+        max_length=64,
+        description="Files of `tierd trace seen`. Rows of their tables that no trace saw are not "
+        "read: engines on CPUs get zeroes for them. `tierd status` says so first.",
+    )
+
+
 class CatalogSection(Section):
     """History."""
 
@@ -357,6 +368,7 @@ class Settings(BaseSettings):
     channel: ChannelSection = ChannelSection()
     kv: KvSection = KvSection()
     controller: ControllerSection = ControllerSection()
+    lossy: LossySection = LossySection()
     catalog: CatalogSection = CatalogSection()
     log: LogSection = LogSection()
 

@@ -23,7 +23,7 @@ import structlog
 from pydantic import BaseModel, Field, ValidationError
 
 from tierd import __version__
-from tierd.daemon import claims
+from tierd.daemon import claims, lossy
 from tierd.daemon.kv import KvLeases
 from tierd.daemon.plane import by_store, image_map
 from tierd.daemon.rings import ChannelView
@@ -132,6 +132,7 @@ class AttachServer:
         self.plane = plane
         self.catalog = catalog
         self.boot_id = boot_id
+        self.lossy = lossy.find(settings.lossy, plane.images.values())
         self.clients: dict[str, AttachedClient] = {}
         self.kv = KvLeases(settings.kv.pool_bytes)
         self.departed: dict[str, Counter[str]] = {}
@@ -399,6 +400,7 @@ class _Session:
             "client": client.client_id,
             "devices": [{"uuid": store.uuid, "path": store.device.path} for store, _ in stores],
             "map_bytes": len(text),
+            "lossy": lossy.answer(server.lossy, wanted),
         }
         fds: list[int] = []
         try:

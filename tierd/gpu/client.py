@@ -12,9 +12,11 @@ in its graphs. Once attached, the engine outlives its daemons: see gpu/keeper.py
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from tierd.errors import AttachError
@@ -24,7 +26,7 @@ from tierd.gpu.keeper import Keeper
 from tierd.gpu.link import Link
 from tierd.gpu.tables import TableOptions, by_names, move_quotas
 from tierd.gpu.twin_tables import TableClient, make_twins
-from tierd.io import _core, samples, wire
+from tierd.io import _core, samples, seen, wire
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from tierd.gpu.audit import Audit, ImageRows, RowJudge
     from tierd.gpu.tables import Table
     from tierd.types import ImageInfo
+
+log = logging.getLogger("tierd")
 
 DEFAULT_SOCKET = "/run/tierd/engine.sock"
 IMAGES_MAX = 64  # one ring each; a table number has 6 bits
@@ -178,6 +182,7 @@ class Client:
                 keeper.on_rewake(table.rewaker())
         client = cls(keeper, channel, images, tables)
         client.record(tracing.recorder(images, engine))
+        _skip_unseen(client, link.lossy)
         if options.hint_pages:
             for number, image in enumerate(images):
                 ring = len(images) + number
@@ -278,6 +283,17 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _skip_unseen(client: Client, lossy: dict[str, str]) -> None:
+    """Let the twins leave out what the daemon's operator wants left out; GPU tables stay exact."""
+    for image in client.attached:
+        path = lossy.get(f"{image.image_id:016x}")
+        table = client.table(image.name)
+        if path is None or not isinstance(table, TableClient):
+            continue
+        table.skip_unseen(seen.load(Path(path)).bits)
+        log.warning("LOSSY: rows of %s that no trace saw are zero (%s)", image.name, path)
 
 
 def list_images(
