@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := all
-.PHONY: all setup build stubs lint test demo packages bench bench-gpu bench-report gpu-test sanitizers sim sim-soak sim-mutants crash clean
+.PHONY: all setup build stubs lint test lab demo packages bench bench-gpu bench-report gpu-test sanitizers sim sim-soak sim-mutants crash clean
 
 all: lint test
 
@@ -29,7 +29,11 @@ lint: build
 	.venv/bin/mypy
 
 test: build
-	$(PY) -m pytest
+	$(PY) -m pytest -m "not lab"
+
+# Loop devices, broken disks: as root; skips by name elsewhere.
+lab: build
+	$(PY) -m pytest -m lab tests
 
 demo: build
 	$(PY) -m tierd.cli demo

@@ -17,6 +17,7 @@ from tierd.daemon import Daemon
 from tierd.daemon.attach import AttachServer
 from tierd.daemon.jobs import Board
 from tierd.daemon.plane import DataPlane
+from tierd.daemon.scrub import Scrubber
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
@@ -101,6 +102,7 @@ async def serving(device: Path, directory: Path, **overrides: Any) -> AsyncItera
         stack.callback(daemon.plane.close)
         daemon.jobs = Board(daemon.catalog)
         stack.callback(daemon.jobs.close)
+        daemon.scrubber = Scrubber(daemon.plane, daemon.settings.io, directory)
         daemon.attach = AttachServer(daemon.settings, daemon.plane, daemon.catalog, boot_id="boot")
         api = RestApi(daemon)
         sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))

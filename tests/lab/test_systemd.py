@@ -106,7 +106,12 @@ def told(lab: Lab, request: pytest.FixtureRequest) -> Iterator[None]:
     failed = request.session.testsfailed
     yield
     if request.session.testsfailed > failed:
-        print(lab.run("journalctl -o cat -n 40 -u tierd -u engine; tail -n 12 /tmp/engine.out", check=False))
+        print(
+            lab.run(
+                "journalctl -o cat -n 40 -u tierd -u engine; tail -n 12 /tmp/engine.out",
+                check=False,
+            )
+        )
 
 
 def status(lab: Lab) -> dict[str, object]:

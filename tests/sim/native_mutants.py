@@ -97,7 +97,7 @@ NATIVE_MUTANTS = (
         "result of a retry not checked",
         "pump.cc",
         "if (result < 0) return Status::read_error;",
-        "if (MUTANT && slot.again) return Status::ok;\n"
+        "if (MUTANT && slot.attempt != 0) return Status::ok;\n"
         "    if (result < 0) return Status::read_error;",
     ),
     NativeMutant(

@@ -51,6 +51,7 @@ class Pump(BaseModel):
     failed: dict[str, int]  # requests, by status
     reads: int
     retries: int
+    next_tier: int  # pages read from a copy of the image, after the retry
     crc_checked: int
     in_flight: int
     in_flight_max: int
@@ -79,6 +80,21 @@ class Refusal(BaseModel):
     reason: str
 
 
+class Scrub(BaseModel):
+    """The check of every page in the background."""
+
+    state: str  # off, running, resting (between passes) or failed
+    image: str  # under the walker; "" between images
+    next_page: int  # of it
+    images_done: int  # in this pass
+    passes: int
+    finished_at: float  # end of the last pass, Unix time; 0 if there was none
+    bad_pages: int  # known now, of all images
+    damaged: dict[str, list[str]]  # image -> what is wrong with it
+    save_error: str  # why progress cannot be kept; "" while it can
+    fault: str  # why it gave up; "" while it has not
+
+
 class Status(BaseModel):
     """GET /v1/status."""
 
@@ -98,6 +114,7 @@ class Status(BaseModel):
     rings: int
     totals: Totals
     history: History
+    scrub: Scrub
     session_faults: int
     doctor: Verdict
     refusals: list[Refusal]  # engines of versions that are not served, newest last
@@ -143,6 +160,7 @@ class Image(BaseModel):
     device: str  # the home device
     device_uuid: str
     devices: list[str]  # all that hold a share of it, the home first
+    copies: list[list[str]]  # devices of the same image's copies, its next tiers
     extents: int
     page_version: int  # format of its pages
     fault: str  # why it cannot be served; "" here, since it is

@@ -368,7 +368,7 @@ class _Session:
     ) -> tuple[dict[str, Any], list[int]]:
         server = self._server
         text = json.dumps(image_map(wanted)).encode()
-        stores = by_store(wanted)
+        stores = by_store(wanted, copies=True)
         answer = {
             "ok": True,
             "client": client.client_id,

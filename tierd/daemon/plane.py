@@ -28,6 +28,7 @@ from tierd.errors import (
     NoDeviceError,
 )
 from tierd.io import _core, find_devices
+from tierd.io.copying import is_copy
 from tierd.io.store import Store
 from tierd.io.store_set import StoreSet
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 # Until a probe has measured them, windows are taken to grow by this much a layer: only their
 # order matters to a pump, and deeper layers do read later.
 LAYER_NS = 200_000
+COPIES_MAX = 7  # of an image that a pump reads; kTableCopiesMax in the core
 BEAT_WAIT_S = 0.5
 STATS_MS = 1000  # for a pump to answer; its loop turns in far less
 STOP_MS = 1000
@@ -54,14 +56,16 @@ class ServedImage:
     """An image and where it lies.
 
     Attributes:
-        striped: the image and the stores that hold it.
+        striped: the image and the stores that hold it: its first tier.
+        copies: the same pages on other devices: its next tiers, in order.
         leases: descriptors; while one is open, its extents are not reused, and it is not deleted.
         tables: its handle in each pump.
         clients: how many clients have attached it now.
     """
 
     striped: StripedImage
-    leases: list[int]
+    copies: list[StripedImage] = dataclasses.field(default_factory=list)
+    leases: list[int] = dataclasses.field(default_factory=list)
     tables: list[int] = dataclasses.field(default_factory=list)
     clients: int = 0
 
@@ -82,7 +86,7 @@ class ServedImage:
 
     def lease(self) -> None:
         """Take the leases, for as long as a pump may read it."""
-        for store, held in by_store([self]):
+        for store, held in by_store([self], copies=True):
             self.leases.append(store.reader_fd(held))
 
     def release(self) -> None:
@@ -179,27 +183,30 @@ class DataPlane:
 
     def _collect_images(self) -> None:
         """Look through the stores; images that are served already stay the same objects."""
-        known = {image.info.name: image for image in self.images.values()}
         names: set[str] = set()
         images: dict[int, ServedImage] = {}
         shadowed: list[str] = []
         incomplete: list[StripedImage] = []
         for store in self.stores:
             for stored in store.images:
-                image = self.store_set.striped(store, stored)
-                info = image.info
-                if image.fault:
-                    incomplete.append(image)
+                found = self.store_set.striped(store, stored)
+                info = found.info
+                first = images.get(info.image_id)
+                if found.fault:
+                    incomplete.append(found)
+                elif first is not None and is_copy(first.striped, found):
+                    first.copies.append(found)
                 elif info.name in names or info.image_id in images:
                     shadowed.append(f"{info.name} on {store.device.path}")
                 else:
                     names.add(info.name)
-                    old = known.get(info.name)
-                    same = old is not None and old.striped == image
-                    images[info.image_id] = old if old and same else ServedImage(image, [])
-        for served in images.values():
-            if not served.leases:
-                served.lease()
+                    images[info.image_id] = ServedImage(found)
+        for number, image in images.items():
+            old = self.images.get(number)
+            if old is not None and (old.striped, old.copies) == (image.striped, image.copies):
+                images[number] = old
+            else:
+                image.lease()
         self.images, self.incomplete, self.shadowed = images, incomplete, shadowed
 
     def _start_pump(self, number: int) -> None:
@@ -225,13 +232,15 @@ class DataPlane:
         pump.start()
 
     def _add_table(self, number: int, image: ServedImage) -> None:
+        devices = self._devices[number]
         table = self.pumps[number].add_table(
             image_id=image.info.image_id,
             generation=image.info.generation,
             row_bytes=image.info.table.row_bytes,
             rows=image.info.table.rows,
             window_ns=image.window_ns,
-            extents=_extent_array(image.striped, self._devices[number]),
+            extents=_extent_array(image.striped, devices),
+            copies=[_extent_array(copy, devices) for copy in image.copies[:COPIES_MAX]],
         )
         image.tables.append(table)
 
@@ -418,21 +427,34 @@ def image_map(images: Sequence[ServedImage]) -> dict[str, Any]:
                 "generation": image.info.generation,
                 "row_bytes": image.info.table.row_bytes,
                 "rows": image.info.table.rows,
-                "devices": [
-                    {"uuid": share.uuid, "extents": image.striped.extent_rows(index).tolist()}
-                    for index, share in enumerate(image.striped.shares)
-                ],
+                "devices": _shares_json(image.striped),
+                "copies": [_shares_json(copy) for copy in image.copies[:COPIES_MAX]],
             }
             for image in images
         ]
     }
 
 
-def by_store(images: Sequence[ServedImage]) -> list[tuple[Store, list[StoredImage | Part]]]:
-    """Return the stores that hold these images, each once, with what each holds of them."""
+def _shares_json(image: StripedImage) -> list[dict[str, Any]]:
+    return [
+        {"uuid": share.uuid, "extents": image.extent_rows(index).tolist()}
+        for index, share in enumerate(image.shares)
+    ]
+
+
+def by_store(
+    images: Sequence[ServedImage], *, copies: bool = False
+) -> list[tuple[Store, list[StoredImage | Part]]]:
+    """Return the stores that hold these images, each once, with what each holds of them.
+
+    With ``copies`` what holds the images' copies is there, too.
+    """
     found: dict[str, tuple[Store, list[StoredImage | Part]]] = {}
-    for image in images:
-        for share in image.striped.shares:
+    wanted = [image.striped for image in images]
+    if copies:
+        wanted += [copy for image in images for copy in image.copies]
+    for image in wanted:
+        for share in image.shares:
             assert share.store is not None, "images that are served are whole"
             assert share.holding is not None, "and committed"
             found.setdefault(share.uuid, (share.store, []))[1].append(share.holding)

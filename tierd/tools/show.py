@@ -49,6 +49,9 @@ def status(state: dict[str, Any], clients: list[dict[str, Any]]) -> None:
         console.print(f"  the machine has {found}; run: tierd doctor")
     if state["history"]["degraded"]:
         console.print(f"  history is not being kept: {state['history']['degraded']}")
+    console.print(f"  {_scrub(state['scrub'])}")
+    for name, damage in state["scrub"]["damaged"].items():
+        console.print(f"  damaged: {name}: {'; '.join(damage[:4])}; run: tierd verify {name}")
     for absent in state["absent_devices"]:
         console.print(f"  device {absent['device']} is not there: {absent['reason']}")
     for image in state["incomplete_images"]:
@@ -120,6 +123,14 @@ def event(event: dict[str, Any]) -> str:
     return (
         f"{event['time'][:19].replace('T', ' ')}  {event['kind']:<10} {event['subject']}  {details}"
     )
+
+
+def _scrub(scrub: dict[str, Any]) -> str:
+    """Say in a line how far the scrub has come."""
+    passes = f"{scrub['passes']} passes, {scrub['bad_pages']} bad pages"
+    where = f", at page {scrub['next_page']:,} of {scrub['image']}" if scrub["image"] else ""
+    why = "".join(f", {scrub[key]}" for key in ("fault", "save_error") if scrub[key])
+    return f"scrub: {scrub['state']}{where}, {passes}{why}"
 
 
 def _rings(clients: list[dict[str, Any]]) -> Table:

@@ -30,7 +30,19 @@ struct ServedTable {
     Geometry geometry{};
     std::uint64_t window_ns = 0;
     ExtentMap map;
-    std::uint32_t rings = 0;  // that use it
+    std::vector<ExtentMap> copies;  // the next tiers, in order: the same pages on other devices
+    std::uint32_t rings = 0;        // that use it
+
+    bool uses(std::uint32_t device) const {
+        return map.uses(device) ||
+               std::any_of(copies.begin(), copies.end(),
+                           [device](const ExtentMap& copy) { return copy.uses(device); });
+    }
+    // Where to read a page: the first two attempts go to the first tier, each further one to the next.
+    const ExtentMap& tier(std::uint32_t attempt) const {
+        return attempt < 2 ? map : copies[attempt - 2];
+    }
+    std::uint32_t attempts() const { return 2 + static_cast<std::uint32_t>(copies.size()); }
 };
 
 // The server's private copy of one request, and how far it has come.

@@ -111,10 +111,11 @@ class Pump:
     def remove_device(self, device: int) -> None:
         """ValueError while a table has an extent on it."""
 
-    def add_table(self, *, image_id: int, generation: int, row_bytes: int, rows: int, window_ns: int, extents: Annotated[NDArray[numpy.uint64], dict(shape=(None, 4), order='C', device='cpu', writable=False)]) -> int:
+    def add_table(self, *, image_id: int, generation: int, row_bytes: int, rows: int, window_ns: int, extents: Annotated[NDArray[numpy.uint64], dict(shape=(None, 4), order='C', device='cpu', writable=False)], copies: Sequence[Annotated[NDArray[numpy.uint64], dict(shape=(None, 4), order='C', device='cpu', writable=False)]] = []) -> int:
         """
         Serve an image whose pages lie where `extents` (uint64 [n, 4]: first_page, pages,
-        device, device_page; sorted, no holes) says; returns the table's number.
+        device, device_page; sorted, no holes) says; returns the table's number. `copies` are
+        extents of the same pages on other devices: a page that fails twice is read there.
         """
 
     def remove_table(self, table: int) -> None:
@@ -172,7 +173,8 @@ class Pump:
         TimeoutError if the loop stands still for `timeout_ms` (-1: wait for ever).
         Plain counters: requests, pages (of requests answered ok), failed {status: requests},
         jumps (nonsense doorbells), takeovers, read_ns (of all requests,
-        from seeing the doorbell to answering), reads, retries, crc_checked, in_flight,
+        from seeing the doorbell to answering), reads, retries, next_tier (reads
+        of a copy, after the retry), crc_checked, in_flight,
         in_flight_max, parks, wakes, beats, held_back (looks at a request whose pages were
         still being read into), cpu_user_ns and cpu_system_ns of the pump's
         thread, latency_us (reads from submission to reaping; entry i counts those below
