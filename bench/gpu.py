@@ -28,6 +28,7 @@ STAGES = {
     "table2": "bench.gpu_step:table2()",
     "remote": "bench.gpu_step:remote()",
     "traced": "bench.gpu_step:traced('agent') bench.gpu_step:traced('chat')",
+    "synthetic": "bench.gpu_step:synthetic('uniform') bench.gpu_step:synthetic('zipf')",
 }
 
 

@@ -1,12 +1,13 @@
 """A bed for the GPU measures: tables generated on the machine, a pump, one rank, an oracle.
 
-The table's file lies in shared memory by default, so a bench reads from the fastest device there
-is; `Held` servers hold bursts back to play slower ones.
+The tables' file lies in shared memory by default; loop devices over it, or the file itself, are
+what the pump reads. It can hold bursts back to play slower devices (`play_base_us`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import statistics
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from bench.loops import Loops
 from tierd.gpu.cache import GpuCache
 from tierd.gpu.shared import ChannelMap
 from tierd.gpu.table import GpuTable, TableImage
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 ROW_BYTES, DIM = 264, 256
 PER_PAGE = 15
 FILE = Path(os.environ.get("TIERD_BENCH_DIR", "/dev/shm")) / "tierd_bench_table"
+EXTENT_PAGES = 512  # an image is striped over its devices in extents of 2 MiB
+QUEUE_DEPTH = 4096  # a played burst goes out whole
 CHAIN = 20  # a single replay has a floor of 16 us; chains show what lies below
 
 
@@ -67,13 +71,16 @@ class Bed:
         first_kick: int = 0,
         first_sequence: int = 0,
         pump: dict[str, Any] | None = None,
-        served: bool = True,
+        devices: int = 1,
+        loops: bool = False,
+        arena_pages: int = 0,
         keep_stored: bool = True,
     ) -> None:
         """Make everything.
 
-        `served` false leaves the rings to servers of the caller's (bench/held.py). Without
-        `keep_stored` the rows are not kept on the GPU, and a file of the same shape is reused.
+        `devices`, `loops`: over how many devices an image is striped, and whether these are loop
+        devices or the file. Without `keep_stored` the rows are not kept on the GPU, and a file of
+        the same shape is reused.
         """
         self.pages, self.file, self.quotas = pages, FILE, quotas
         self.rows = pages * PER_PAGE
@@ -87,28 +94,39 @@ class Bed:
             mark.touch()
         if not keep_stored:
             self.stored = []
-        self.pump = _core.Pump(**{"spin_us": 1_000_000, **(pump or {})})
+        options = {"spin_us": 1_000_000, "queue_depth": QUEUE_DEPTH, **(pump or {})}
+        self.pump = _core.Pump(**options)
+        self.loops = Loops(FILE, devices) if loops else None
         self.fd = os.open(FILE, os.O_RDONLY)
-        device = self.pump.add_device(self.fd)
+        fds = self.loops.fds if self.loops else [self.fd] * devices
+        numbers = [self.pump.add_device(fd) for fd in fds]
         flag = int(_core.protocol.RING_FLAG_GPU)
-        rings = [(rows_max, 2 * rows_max, n, flag) for n in range(len(quotas))]
+        arena_pages = arena_pages or 2 * rows_max
+        rings = [(rows_max, arena_pages, n, flag) for n in range(len(quotas))]
         self.channel = _core.Channel(rank=0, world=1, client_id=bytes(16), rings=rings)
         if first_sequence:
             for ring in range(len(quotas)):
                 _core.RingClient(self.channel, ring, -1, first_sequence=first_sequence)
-        attached = self.pump.add_channel(self.channel.fd) if served else -1
+        attached = self.pump.add_channel(self.channel.fd)
         self.cache = GpuCache(sets=sets, row_bytes=ROW_BYTES, first_kick=first_kick)
         channel = self.map = ChannelMap(self.channel, self.cache.device)
         self.tables = []
         for n, quota in enumerate(quotas):
             image_id, generation = self.keys[n]
-            extents = np.array([[0, pages, device, n * pages]], np.uint64)
+            extents = np.array(
+                [
+                    [first, min(EXTENT_PAGES, pages - first), device, n * pages + first]
+                    for first, device in zip(
+                        range(0, pages, EXTENT_PAGES), itertools.cycle(numbers), strict=False
+                    )
+                ],
+                np.uint64,
+            )
             number = self.pump.add_table(
                 image_id=image_id, generation=generation, row_bytes=ROW_BYTES, rows=self.rows,
                 window_ns=n * 1_000_000, extents=extents,
             )  # fmt: skip
-            if attached >= 0:
-                self.pump.add_ring(attached, n, number)
+            self.pump.add_ring(attached, n, number)
             image = TableImage(
                 f"bench/{n}",
                 n,
@@ -168,6 +186,13 @@ class Bed:
             table.close()
         self.pump.stop()
         os.close(self.fd)
+        if self.loops:
+            self.loops.close()
+
+    def read_times(self) -> list[tuple[int, int]]:
+        """(ns, requests) of every ring so far, from doorbell seen to answer."""
+        rings = sorted(self.pump.stats()["rings"], key=lambda ring: ring["ring"])
+        return [(ring["read_ns"], ring["requests"]) for ring in rings]
 
 
 def graph_of(fn: Callable[[], object]) -> torch.cuda.CUDAGraph:

@@ -2,7 +2,8 @@
 
 The step is 40 layers of fixed-time kernels; layers 1 and 14 look rows up. A rank reads a quarter
 of a step's rows: batch * 24 / 4 a layer. The baseline is the same step with both tables on the
-dram tier, replayed in turn with ours on the same ids.
+dram tier, replayed in turn with ours on the same ids. A real pump reads loop devices over shared
+memory and holds each burst back until the played device would have answered.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ import triton
 import triton.language as tl
 
 from bench.gpu_rig import DIM, ROW_BYTES, Bed, bed, graph_of
-from bench.held import REMOTE, Held, Model
-from bench.traces import decode_ids
+from bench.traces import Feed, ids_zipf
 from tierd.gpu.dram import DramTable
 from tierd.gpu.kernels_sync import now_ns
 from tierd.gpu.table import TableImage
@@ -59,6 +59,34 @@ class Shape:
 
 B128 = Shape()
 B8 = Shape(11_000.0, 110.0, 3_480.0, 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Played:
+    """Devices: a burst of n pages of one of them takes base + n * page; 0, 0 is as it is."""
+
+    base_us: float = 300.0  # the paper's disk, as one of four ranks sees it
+    page_us: float = 3.05
+    devices: int = 1
+    transport: str = "auto"
+
+    def bed(self) -> dict[str, Any]:
+        """Options of a bed that plays them."""
+        pump = {
+            "transport": self.transport,
+            "play_base_us": self.base_us,
+            "play_page_us": self.page_us,
+        }
+        return {"pump": pump, "devices": self.devices, "loops": self.transport == "auto"}
+
+    def read_us(self, pages: float) -> float:
+        """What a burst takes whose pages are spread evenly."""
+        return self.base_us + self.page_us * pages / self.devices
+
+
+ONE, FOUR, LOOP = Played(), Played(devices=4), Played(0.0, 0.0)
+# 15 us + bytes at 100 Gb/s, from memory: the far node's reads go past its processors.
+REMOTE = Played(15.0, 4096 / 12500.0, transport="memory")
 
 
 class Step:
@@ -122,63 +150,118 @@ def imposed(made: Bed, shape: Shape, shares: tuple[float, float], steps: int) ->
     return torch.where(chosen, hot, fresh)
 
 
-def warm_up(made: Bed, ids: torch.Tensor) -> None:
-    """Bring what these steps would read into the cache, without their compute."""
-    for one in ids:
-        for n in range(2):
-            if made.quotas[n]:
-                made.tables[n].warm(one[n])
+@dataclasses.dataclass
+class Ids:
+    """What a run feeds: row numbers a step, and what prefills between steps bring in.
+
+    Attributes:
+        steps: int64 [steps, 2, count] on the GPU.
+        prefill: per step, int64 [2, n] of the sessions whose turn begins there, or None.
+    """
+
+    steps: torch.Tensor
+    prefill: list[torch.Tensor | None]
 
 
-def play(step: Step, ids: torch.Tensor, held: Held, warm: int) -> dict[str, Any]:
+def feed(made: Bed, ids: Ids, at: int, *, decode: bool) -> None:
+    """Bring in what prefills read before step `at`, and with `decode` that step's own rows."""
+    for n in range(2):
+        if not made.quotas[n]:
+            continue
+        prefill = ids.prefill[at]
+        if prefill is not None:
+            made.tables[n].warm(prefill[n])
+        if decode:
+            made.tables[n].warm(ids.steps[at, n])
+
+
+def once(graph: torch.cuda.CUDAGraph) -> float:
+    """Replay; returns us."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
+def play(step: Step, ids: Ids, warm: int, played: Played) -> dict[str, Any]:
     """Replay both graphs on the same ids; the first `warm` steps only warm the cache."""
+    made = step.made
     times: dict[str, list[float]] = {"ours": [], "dram": []}
     differing = 0
-    before: list[dict[str, int]] = []
-    warm_up(step.made, ids[: max(0, warm - SETTLE)])
-    for at in range(max(0, warm - SETTLE), len(ids)):
+    for at in range(max(0, warm - SETTLE)):
+        feed(made, ids, at, decode=True)
+    for at in range(max(0, warm - SETTLE), len(ids.steps)):
+        feed(made, ids, at, decode=False)
         for n in range(2):
-            step.ids[n].copy_(ids[at, n])
+            step.ids[n].copy_(ids.steps[at, n])
+        torch.cuda.synchronize()
         if at == warm:
-            before = [t.stats() for t in step.made.tables]
-            for ring in range(2):
-                held.read_time_us(ring)
-        for name, graph in step.graphs.items():
-            if at < warm and name == "dram":
-                continue
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
+            before, reads = [t.stats() for t in made.tables], made.read_times()
+        graphs = step.graphs if at >= warm else {"ours": step.graphs["ours"]}
+        for name, graph in graphs.items():
+            took = once(graph)
             if at >= warm:
-                times[name].append(start.elapsed_time(end) * 1e3)
+                times[name].append(took)
         if at >= warm and at % 8 == 0:
             for n in range(2):
                 got, want = step.out[n].view(torch.int16), step.plain[n].view(torch.int16)
                 differing += int((got != want).any(-1).sum())
-    steps = len(times["ours"])
-    after = [t.stats() for t in step.made.tables]
-    gained = [{k: a[k] - b[k] for k in a} for a, b in zip(after, before, strict=True)]
-    growth = statistics.fmean(times["ours"]) - statistics.fmean(times["dram"])
-    timed = ids[warm:]
+    return account(step, ids.steps[warm:], times, before, reads, played) | {"differing": differing}
+
+
+def account(
+    step: Step,
+    timed: torch.Tensor,
+    times: dict[str, list[float]],
+    before: list[dict[str, int]],
+    reads: list[tuple[int, int]],
+    played: Played,
+) -> dict[str, Any]:
+    """What the timed steps cost, and where the time went."""
+    made, shape, steps = step.made, step.shape, len(times["ours"])
+    gained = [
+        {k: a[k] - b[k] for k in a}
+        for a, b in zip([t.stats() for t in made.tables], before, strict=True)
+    ]
+    now = made.read_times()
+    read_us = [(a[0] - b[0]) / max(1, a[1] - b[1]) / 1e3 for a, b in zip(now, reads, strict=True)]
+    grown = [a - b for a, b in zip(times["ours"], times["dram"], strict=True)]
+    growth, base = statistics.fmean(grown), statistics.fmean(times["dram"])
+    pages = [(g["misses"] + g["bypasses"]) / steps for g in gained]
+    stall_us = [g["stall_ns"] / 1e3 / steps for g in gained]
+    parts = [100 * statistics.fmean(grown[i::4]) / base for i in range(4)]
     return {
         "steps": steps,
-        "base_us": statistics.fmean(times["dram"]),
+        "base_us": base,
         "growth_us": growth,
-        "growth_pct": 100 * growth / statistics.fmean(times["dram"]),
-        "median_growth_us": statistics.median(times["ours"]) - statistics.median(times["dram"]),
-        "stall_us": [g["stall_ns"] / 1e3 / steps for g in gained],
-        "read_us": [held.read_time_us(ring) for ring in range(2)],
+        "growth_pct": 100 * growth / base,
+        "growth_pct_quarters": [round(part, 3) for part in parts],
+        "median_growth_us": statistics.median(grown),
+        "stall_us": stall_us,
+        "late_steps": [g["late_steps"] for g in gained],
+        "read_us": read_us,
+        "model_us": [played.read_us(n) if n else 0.0 for n in pages],
+        "pages": pages,
+        # Where the growth goes: the step's start to the doorbell seen, and the answer on its way
+        # back; the read; what comes after the wait (fill, gather) beyond the dram gather.
+        "outside_read_us": stall_us[0] + shape.first_us - read_us[0] if stall_us[0] > 1 else 0.0,
+        "read_beyond_model_us": read_us[0] - played.read_us(pages[0]) if pages[0] else 0.0,
+        "after_wait_us": growth - sum(stall_us),
         "hit_share": [g["hits"] / g["lookups"] if g["lookups"] else 0.0 for g in gained],
         "distinct": [len(timed[:, n].unique()) / timed[:, n].numel() for n in range(2)],
-        "differing": differing,
+        "distinct_in_step": [
+            statistics.fmean(len(one.unique()) / one.numel() for one in timed[:16, n])
+            for n in range(2)
+        ],
+        "devices": made.loops.kind if made.loops else "memory",
     }
 
 
 def placement(
     shape: Shape,
-    models: list[Model],
+    played: Played,
     *,
     quotas: tuple[int, int],
     shares: tuple[float, float] = (0.0, 0.0),
@@ -188,38 +271,39 @@ def placement(
     warm: int = 10,
 ) -> dict[str, Any]:
     """One placement on a bed of its own; see Step and play."""
-    with (
-        bed(
-            pages=PAGES, sets=SETS, quotas=quotas, rows_max=2048, served=False, keep_stored=False
-        ) as made,
-        Held(made, models) as held,
-    ):
+    options = {"pages": PAGES, "sets": SETS, "quotas": quotas, "rows_max": 2048}
+    with bed(**options, **played.bed(), keep_stored=False) as made:
         step = Step(made, shape, dram1)
-        if trace:
-            found = decode_ids(
-                TRACE, trace, batch=shape.batch, steps=warm + steps, ranks=4, rows=made.rows
-            )
-            ids = torch.from_numpy(found).cuda()
+        if trace in {"agent", "chat"}:
+            found = Feed(TRACE, trace, rows=made.rows, ranks=4).take(shape.batch, warm + steps)
+            prefill = [None if p is None else torch.from_numpy(p).cuda() for p in found.prefill]
+            ids = Ids(torch.from_numpy(found.steps).cuda(), prefill)
         else:
-            ids = imposed(made, shape, shares, warm + steps)
-        result = play(step, ids, held, warm)
+            total = warm + steps
+            if trace == "zipf":
+                plain = torch.from_numpy(ids_zipf(made.rows, (total, 2, shape.count))).cuda()
+            elif trace == "uniform":
+                plain = torch.randint(0, made.rows, (total, 2, shape.count), device="cuda")
+            else:
+                plain = imposed(made, shape, shares, total)
+            ids = Ids(plain, [None] * total)
+        result = play(step, ids, warm, played)
         step.close()
     return result
 
 
-ONE, FOUR = Model(), Model(devices=4)
-
-
-def table2(steps: int = 120) -> dict[str, Any]:
+def table2(steps: int = 200) -> dict[str, Any]:
     """SlackTier's table 2 with imposed hit shares, and how far equation 1 is from each step."""
     cases: dict[str, dict[str, Any]] = {
-        "dram + one disk": {"models": [ONE, ONE], "quotas": (0, 0), "dram1": True},
-        "one disk, uncached": {"models": [ONE, ONE], "quotas": (0, 0)},
-        "four disks, uncached": {"models": [FOUR, FOUR], "quotas": (0, 0)},
-        "one disk, cache on 14": {"models": [ONE, ONE], "quotas": (0, 16), "shares": (0, 0.85)},
-        "one disk, split": {"models": [ONE, ONE], "quotas": (16, 16), "shares": (0.85, 0.85)},
-        "four disks, split": {"models": [FOUR, FOUR], "quotas": (16, 16), "shares": (0.85, 0.85)},
-        "all hits": {"models": [ONE, ONE], "quotas": (16, 16), "shares": (1.0, 1.0)},
+        "dram + one disk": {"played": ONE, "quotas": (0, 0), "dram1": True},
+        "one disk, uncached": {"played": ONE, "quotas": (0, 0)},
+        "four disks, uncached": {"played": FOUR, "quotas": (0, 0)},
+        "one disk, cache on 14": {"played": ONE, "quotas": (0, 16), "shares": (0, 0.85)},
+        "one disk, split": {"played": ONE, "quotas": (16, 16), "shares": (0.85, 0.85)},
+        "four disks, split": {"played": FOUR, "quotas": (16, 16), "shares": (0.85, 0.85)},
+        "loop device as it is, split": {"played": LOOP, "quotas": (16, 16), "shares": (0.85, 0.85)},
+        "loop device as it is, uncached": {"played": LOOP, "quotas": (0, 0)},
+        "all hits": {"played": ONE, "quotas": (16, 16), "shares": (1.0, 1.0)},
     }
     found = {name: placement(B128, steps=steps, **case) for name, case in cases.items()}
     kappa = found["all hits"]["growth_us"]
@@ -233,19 +317,23 @@ def table2(steps: int = 120) -> dict[str, Any]:
     return {"kappa_us": kappa, "worst": max(o["excess_us"] for o in found.values()), **found}
 
 
-def remote(steps: int = 200) -> dict[str, Any]:
+def remote(steps: int = 400) -> dict[str, Any]:
     """B=8, an 11 ms step, both tables at 15 us + bytes at 100 Gb/s, uncached."""
-    return placement(B8, [REMOTE, REMOTE], quotas=(0, 0), steps=steps)
+    return placement(B8, REMOTE, quotas=(0, 0), steps=steps)
 
 
-def traced(kind: str, steps: int = 120, warm: int = 1300) -> dict[str, Any]:
+def traced(kind: str, steps: int = 200, warm: int = 1200) -> dict[str, Any]:
     """Agent or chat sessions through a split cache of 1M rows, on one disk and on four."""
-    options = {"quotas": (16, 16), "trace": kind, "steps": steps, "warm": warm}
+    options: dict[str, Any] = {"quotas": (16, 16), "trace": kind, "steps": steps, "warm": warm}
+    plain = {**options, "quotas": (0, 0), "warm": 10, "steps": steps // 2}
     return {
-        "one": placement(B128, [ONE, ONE], **options),
-        "uncached": placement(B128, [ONE, ONE], **{**options, "quotas": (0, 0), "warm": 10}),
-        "dram + one disk": placement(
-            B128, [ONE, ONE], **{**options, "quotas": (0, 0), "dram1": True, "warm": 10}
-        ),
-        "four": placement(B128, [FOUR, FOUR], **options),
+        "one": placement(B128, ONE, **options),
+        "four": placement(B128, FOUR, **options),
+        "uncached": placement(B128, ONE, **plain),
+        "dram + one disk": placement(B128, ONE, **{**plain, "dram1": True, "steps": steps}),
     }
+
+
+def synthetic(kind: str, steps: int = 100, warm: int = 400) -> dict[str, Any]:
+    """Uniform or Zipf ids through the same split cache on one disk."""
+    return placement(B128, ONE, quotas=(16, 16), trace=kind, steps=steps, warm=warm)

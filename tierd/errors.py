@@ -164,3 +164,15 @@ class HookError(TierdError):
 
 class RowError(TierdError):
     """A request failed: its rows could not be read or did not pass their checks."""
+
+
+class KvUnsupportedError(HookError):
+    """A model or KV cache that OasisKV does not serve, by name."""
+
+
+class KvPoolError(TierdError):
+    """A host pool that cannot be made, leased or trusted."""
+
+
+class KvPoolFullError(KvPoolError):
+    """The host pool has no room for a request now; it waits or is preempted."""

@@ -13,7 +13,7 @@ routes = Routes("health", "Whether it lives. The metrics listener has these too.
 
 @routes.get("/healthz", schemas.Health)
 async def get_health(call: Call) -> schemas.Health:
-    """Green (200) while every pump's loop and the event loop turn, else 503."""
+    """Green (200) while the event loop and every pump's loop turn, else 503."""
     if stuck := await call.daemon.vitals():
         text = f"{stuck} stands still: engines serve themselves; run: systemctl restart tierd"
         raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, text)

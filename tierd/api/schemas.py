@@ -116,8 +116,8 @@ class Status(BaseModel):
     history: History
     scrub: Scrub
     session_faults: int
-    doctor: Verdict
     refusals: list[Refusal]  # engines of versions that are not served, newest last
+    doctor: Verdict
 
 
 class Totals(BaseModel):

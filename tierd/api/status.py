@@ -61,11 +61,11 @@ def _status(
         history=schemas.History(degraded=daemon.catalog.degraded, lost=daemon.catalog.lost),
         scrub=schemas.Scrub(**daemon.scrubber.status()),
         session_faults=daemon.attach.faults,
-        doctor=doctor,
         refusals=[
             schemas.Refusal(pid=r.pid, at=moment(r.at), reason=r.reason)
             for r in daemon.attach.refusals
         ],
+        doctor=doctor,
     )
 
 

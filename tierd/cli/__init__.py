@@ -6,13 +6,14 @@ the standard library and click is imported inside the commands, so that help ans
 
 from __future__ import annotations
 
-from tierd.cli import config, devices, images, jobs, machine, serving, storage, watching
+from tierd.cli import config, devices, hook, images, jobs, machine, serving, storage, watching
 from tierd.cli.base import cli, main
 
 __all__ = [
     "cli",
     "config",
     "devices",
+    "hook",
     "images",
     "jobs",
     "machine",

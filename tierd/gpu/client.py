@@ -65,6 +65,7 @@ class Client:
         rows_max: int,
         rank: int = 0,
         world: int = 1,
+        expected_ranks: int | None = None,
         wait_s: float = 30.0,
         arena_pages: int | None = None,
         options: TableOptions | None = None,
@@ -79,6 +80,7 @@ class Client:
             rows_max: missing rows that one request may list; larger ids go in sub-batches.
             rank: this rank's number.
             world: ranks of the engine.
+            expected_ranks: how many of them the daemon of this node should see; None says all.
             wait_s: how long to wait for a daemon that is not there yet, seconds.
             arena_pages: pages of each arena; None makes room for two full requests.
             options: how the tables are wanted: on which device, which rows, audited or not.
@@ -104,6 +106,7 @@ class Client:
                 rows_max=rows_max,
                 rank=rank,
                 world=world,
+                expected_ranks=world if expected_ranks is None else expected_ranks,
                 arena_pages=2 * rows_max if arena_pages is None else arena_pages,
                 options=options,
                 device=device,
@@ -124,6 +127,7 @@ class Client:
         rows_max: int,
         rank: int,
         world: int,
+        expected_ranks: int,
         arena_pages: int,
         options: TableOptions,
         device: torch.device | None,
@@ -146,7 +150,7 @@ class Client:
             "engine": engine,
             "rank": rank,
             "world": world,
-            "expected_ranks": world,
+            "expected_ranks": expected_ranks,
             "images": [
                 {"image_id": f"{image.image_id:016x}", "generation": image.generation}
                 for image in images

@@ -324,15 +324,19 @@ class StoreSet:
         for share in image.shares:
             if share.store is not None and share.holding is not None:
                 share.store.require_unleased(share.holding)
-        image.home.delete_image(name, wipe=wipe)
-        self._drop_parts(image.home, image.stored, wipe=wipe)
+        try:
+            image.home.delete_image(name, wipe=wipe)
+        finally:  # a wipe that fails on one device leaves the others nothing to keep
+            if image.home.find(name) is None:
+                self._drop_parts(image.home, image.stored, wipe=wipe)
         return image
 
     def _drop_parts(self, home: Store, image: StoredImage, *, wipe: bool = False) -> None:
-        for member in image.members:
-            store = self._by_uuid.get(member.uuid)
-            if store is not None:
-                store.drop_parts([_part_of(home, image, member)], wipe=wipe)
+        with contextlib.ExitStack() as stack:  # every one is tried, whatever another one raises
+            for member in image.members:
+                store = self._by_uuid.get(member.uuid)
+                if store is not None:
+                    stack.callback(store.drop_parts, [_part_of(home, image, member)], wipe=wipe)
 
     def reclaim(self) -> list[str]:
         """Give up parts that their home, which is here, does not name; return what was done.

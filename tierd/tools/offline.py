@@ -140,7 +140,7 @@ def copy_image(
         explained_busy(),
         open_set(targets, write=True) as target,
         open_set(devices, write=False) as source,
-        _progress(name, quiet=quiet) as progress,
+        bar(name, quiet=quiet) as progress,
     ):
         result = copying.copy_image(source, name, target, progress=progress)
         made = image_json(target.image(name))

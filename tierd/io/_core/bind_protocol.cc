@@ -21,6 +21,7 @@ void bind_protocol(nb::module_& m) {
     p.attr("ARENA_PAGES_LIMIT") = kArenaPagesLimit;
     p.attr("RING_FLAG_GPU") = kRingFlagGpu;
     p.attr("RING_FLAG_GUARDED") = kRingFlagGuarded;
+    p.attr("RING_FLAG_HINT") = kRingFlagHint;
     p.attr("SAMPLE_HEADER_BYTES") = sizeof(SampleHeader);
     p.attr("SAMPLE_CAPACITY") = kSampleCapacity;
     p.attr("SAMPLE_THRESHOLD") = kSampleThreshold;

@@ -62,6 +62,7 @@ nb::dict ring_counters(const RingCounters& c) {
     d["failed"] = failed;
     d["jumps"] = c.jumps;
     d["takeovers"] = c.takeovers;
+    d["staged"] = c.staged;
     d["read_ns"] = c.read_ns;
     return d;
 }
@@ -184,7 +185,8 @@ void bind_pump(nb::module_& m) {
         .def("stats", &stats, "timeout_ms"_a = -1,
              "TimeoutError if the loop stands still for `timeout_ms` (-1: wait for ever).\n"
              "Plain counters: requests, pages (of requests answered ok), failed {status: requests},\n"
-             "jumps (nonsense doorbells), takeovers, read_ns (of all requests,\n"
+             "jumps (nonsense doorbells), takeovers, staged (pages found where a\n"
+             "hint left them), read_ns (of all requests,\n"
              "from seeing the doorbell to answering), reads, retries, next_tier (reads\n"
              "of a copy, after the retry), crc_checked, in_flight,\n"
              "in_flight_max, parks, wakes, beats, held_back (looks at a request whose pages were\n"

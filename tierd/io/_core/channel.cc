@@ -73,6 +73,7 @@ std::uint64_t lay_out(const std::vector<RingSpec>& specs, RingEntry* entries) {
     }
     at = align_up(at, kPageBytes);
     for (std::size_t i = 0; i < specs.size(); ++i) {
+        if ((specs[i].flags & kRingFlagHint) != 0) continue;
         const std::uint64_t arena = static_cast<std::uint64_t>(specs[i].arena_pages) * kPageBytes;
         entries[i].arena_d = at;
         entries[i].arena_g = at + arena;

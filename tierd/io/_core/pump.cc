@@ -164,6 +164,7 @@ void Pump::reschedule(ServerRing& ring) {
 
 bool Pump::issue(std::uint64_t now_ns) {
     std::size_t ready = retries_.empty() ? 0 : issue_retries(now_ns);
+    bool staged = false;
     while (!free_.empty() && !heap_.empty()) {
         ServerRing& ring = *heap_.top();
         if (!ring.ours()) {
@@ -178,12 +179,15 @@ bool Pump::issue(std::uint64_t now_ns) {
         ServerRequest& request = *ring.issuing();
         const auto room = static_cast<std::uint32_t>(free_.size());
         const std::uint32_t count = std::min(room, request.limit - request.issued);
-        issue_request(ring, request, count, now_ns, batch_.data() + ready);
-        ready += count;
+        const std::uint32_t reads =
+            issue_request(ring, request, count, now_ns, batch_.data() + ready);
+        ready += reads;
+        staged |= reads != count;
         ring.advance_issue();
+        if (request.in_flight == 0 && request.issued == request.limit) complete(ring);
         reschedule(ring);
     }
-    if (ready == 0) return false;
+    if (ready == 0) return staged;
     counts_.in_flight += static_cast<std::uint32_t>(ready);
     counts_.in_flight_max = std::max(counts_.in_flight_max, counts_.in_flight);
     reader_->push(batch_.data(), ready);
@@ -203,24 +207,28 @@ std::size_t Pump::issue_retries(std::uint64_t now_ns) {
     return ready;
 }
 
-void Pump::issue_request(ServerRing& ring, ServerRequest& request, std::uint32_t count,
-                         std::uint64_t now_ns, Read* out) {
+// Returns how many reads it has made: pages that a hint has left in memory need none.
+std::uint32_t Pump::issue_request(ServerRing& ring, ServerRequest& request, std::uint32_t count,
+                                  std::uint64_t now_ns, Read* out) {
     const ExtentMap& map = ring.table().map;
     const auto number = static_cast<std::uint8_t>(request.sequence % kRingDepth);
     const std::uint32_t* pages = request.pages + request.issued;
     const std::uint32_t ahead = std::min<std::uint32_t>(count, kAheadTable);
     for (std::uint32_t i = 0; i < ahead; ++i) map.prefetch(pages[i]);
+    std::uint32_t reads = 0;
     for (std::uint32_t i = 0; i < count; ++i) {
         const std::uint32_t row = request.issued + i;
+        if (ring.hint != nullptr && request.hinted && ring.take_staged(request, row)) continue;
         if (i + ahead < count) map.prefetch(pages[i + ahead]);
         const std::uint32_t token = free_.back();
         free_.pop_back();
         slots_[token] = {&ring, now_ns, row, 0, number, 0};
-        out[i] = prepare(token, now_ns);
+        out[reads++] = prepare(token, now_ns);
     }
     request.issued += count;
-    request.in_flight += count;
-    ring.in_flight += count;
+    request.in_flight += reads;
+    ring.in_flight += reads;
+    return reads;
 }
 
 Read Pump::prepare(std::uint32_t token, std::uint64_t now_ns) {
@@ -282,9 +290,11 @@ void Pump::finish(std::uint32_t token, std::int32_t result) {
     }
     forget(token);
     if (request.in_flight != 0) return;
-    if (request.issued == request.limit) ring.complete(simulated_ ? turn_ns() : monotonic_ns());
+    if (request.issued == request.limit) complete(ring);
     if (ring.heap_at == kNotInHeap) reschedule(ring);  // it may have been blocked
 }
+
+void Pump::complete(ServerRing& ring) { ring.complete(simulated_ ? turn_ns() : monotonic_ns()); }
 
 void Pump::forget(std::uint32_t token) {
     const ReadSlot& slot = slots_[token];

@@ -180,6 +180,7 @@ class Pump : public Driver {
     Progress drain_channel(std::uint32_t channel);
     Progress release_ring(ServerRing& ring);
     bool drain(std::uint32_t channel, std::uint64_t deadline_ns);
+    void link_hints(ServerRing& ring, bool link);
     void forget_channel(std::uint32_t channel);
     void close_devices();
     void collect(PumpStats& out);
@@ -200,12 +201,13 @@ class Pump : public Driver {
     std::uint64_t guard_limit_ns() const;
     bool issue(std::uint64_t now_ns);
     std::size_t issue_retries(std::uint64_t now_ns);
-    void issue_request(ServerRing& ring, ServerRequest& request, std::uint32_t count,
-                       std::uint64_t now_ns, Read* out);
+    std::uint32_t issue_request(ServerRing& ring, ServerRequest& request, std::uint32_t count,
+                                std::uint64_t now_ns, Read* out);
     std::uint8_t* target(const ReadSlot& slot) const;
     Read prepare(std::uint32_t token, std::uint64_t now_ns);
     bool reap(std::uint64_t now_ns);
     void finish(std::uint32_t token, std::int32_t result);
+    void complete(ServerRing& ring);
     void forget(std::uint32_t token);
     Status judge(const ReadSlot& slot, std::int32_t result);
     void reschedule(ServerRing& ring);

@@ -87,8 +87,18 @@ struct Pump::ServedChannel {
     ChannelHeader header{};  // our copy: the client can change its own at any time
     bool closing = false;
     std::vector<std::unique_ptr<ServerRing>> rings;
+    std::vector<std::pair<void*, std::size_t>> staging;  // of hint rings
+
+    std::uint8_t* make_staging(std::uint32_t pages) {
+        const std::size_t bytes = static_cast<std::size_t>(pages) * kPageBytes;
+        void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (memory == MAP_FAILED) refuse_system("staging memory of a hint ring");
+        staging.emplace_back(memory, bytes);
+        return static_cast<std::uint8_t*>(memory);
+    }
 
     ~ServedChannel() {
+        for (const auto& [memory, bytes] : staging) munmap(memory, bytes);
         if (base != nullptr) munmap(base, map_bytes);
     }
 };
@@ -404,7 +414,8 @@ void Pump::add_ring(std::uint32_t channel, std::uint32_t ring, std::uint32_t tab
                                            std::to_string(channel) + " is served already");
     require(ring_count_ < kPumpRingsMax,
             "a pump serves at most " + std::to_string(kPumpRingsMax) + " rings");
-    const RingView view(owner.base, owner.header.total_bytes, owner.header.rings[ring]);
+    RingView view(owner.base, owner.header.total_bytes, owner.header.rings[ring]);
+    if ((view.flags & kRingFlagHint) != 0) view.arena_d = owner.make_staging(view.arena_pages);
     auto made = std::make_unique<ServerRing>(
         view, served->second.get(), options_.guardian ? Owner::guardian : Owner::daemon);
     made->channel = channel;
@@ -454,6 +465,7 @@ Pump::Progress Pump::join_ring(ServerRing& ring, std::uint32_t& registered) {
         }
     }
     rings_.push_back(&ring);
+    link_hints(ring, true);
     gpu_rings_ += (ring.view().flags & kRingFlagGpu) != 0;
     ring.adopt();
     return Progress::finished;
@@ -509,6 +521,7 @@ Pump::Progress Pump::release_ring(ServerRing& ring) {
         reader_->release_buffers(ring.first_buffer + static_cast<std::int32_t>(ring.buffers), 1);
         return Progress::more;
     }
+    link_hints(ring, false);
     if (!options_.guardian) store_release(ring.control().parked.value, 0);
     gpu_rings_ -= (ring.view().flags & kRingFlagGpu) != 0;
     counts_.totals.add(ring.counters);
@@ -527,6 +540,16 @@ void Pump::forget_channel(std::uint32_t channel) {
     }
     gone = std::move(at->second);
     channels_.erase(at);
+}
+
+// On the pump's thread: a ring and the hints for its table find each other, or part.
+void Pump::link_hints(ServerRing& ring, bool link) {
+    for (ServerRing* other : rings_) {
+        if (other->channel != ring.channel || other->table_number != ring.table_number) continue;
+        if (other->is_hint() == ring.is_hint()) continue;
+        ServerRing& reader = ring.is_hint() ? *other : ring;
+        reader.hint = !link ? nullptr : ring.is_hint() ? &ring : other;
+    }
 }
 
 // --- statistics ----------------------------------------------------------------------------------

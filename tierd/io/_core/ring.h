@@ -87,6 +87,7 @@ struct RingView {
             samples = reinterpret_cast<SampleHeader*>(
                 part(e.samples, sizeof(SampleHeader) + kEntries, kLineBytes, "samples"));
         }
+        if ((flags & kRingFlagHint) != 0) return;  // its pages stay with the daemon
         arena_d = part(e.arena_d, arena, kPageBytes, "arena D");
         arena_g = part(e.arena_g, arena, kPageBytes, "arena G");
     }

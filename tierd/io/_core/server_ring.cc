@@ -31,9 +31,12 @@ ServerRing::ServerRing(const RingView& view, ServedTable* table, Owner role)
       arena_(role == Owner::daemon ? view.arena_d : view.arena_g),
       done_word_(role == Owner::daemon ? view.control->done_d : view.control->done_g),
       status_(role == Owner::daemon ? view.control->status_d : view.control->status_g),
-      page_numbers_(new std::uint32_t[static_cast<std::size_t>(kRingDepth) * view.rows_max]) {
-    for (std::uint32_t i = 0; i < kRingDepth; ++i)
-        requests_[i].pages = page_numbers_.get() + static_cast<std::size_t>(i) * view.rows_max;
+      page_numbers_(new std::uint32_t[2 * static_cast<std::size_t>(kRingDepth) * view.rows_max]) {
+    for (std::uint32_t i = 0; i < kRingDepth; ++i) {
+        requests_[i].pages = page_numbers_.get() + 2 * static_cast<std::size_t>(i) * view.rows_max;
+        requests_[i].rows = requests_[i].pages + view.rows_max;
+    }
+    if (is_hint()) staging_.reserve(view.arena_pages);
 }
 
 void ServerRing::start_at(std::uint32_t base) {
@@ -118,7 +121,10 @@ void ServerRing::take_in(std::uint32_t sequence, std::uint64_t now_ns) {
                 count <= view_.rows_max && q.first_page < view_.arena_pages &&
                 priority <= static_cast<std::uint32_t>(Priority::prefill);
     if (sane) {
-        std::memcpy(q.pages, d.page, static_cast<std::size_t>(count) * sizeof(std::uint32_t));
+        const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(std::uint32_t);
+        std::memcpy(q.pages, d.page, bytes);
+        q.hinted = hint != nullptr;
+        if (q.hinted) std::memcpy(q.rows, d.row, bytes);
         std::uint32_t last = 0;
         for (std::uint32_t i = 0; i < count; ++i) last = std::max(last, q.pages[i]);
         sane = last < table_->geometry.pages;
@@ -127,6 +133,7 @@ void ServerRing::take_in(std::uint32_t sequence, std::uint64_t now_ns) {
     q.limit = sane ? count : 0;
     q.seen_ns = now_ns;
     q.key = request_key(sane ? priority : 0, now_ns, table_->window_ns);
+    if (is_hint()) q.key = ~std::uint64_t{0};  // after whatever somebody waits for
     accepted_ = sequence;
     // Requests of a ring are answered in order, so what stands before an urgent one is as urgent.
     for (std::uint32_t s = sequence - 1; s != issue_ - 1; --s) {
@@ -189,10 +196,47 @@ void ServerRing::complete(std::uint64_t now_ns) {
         if (!ours()) break;  // the pump notices and drains
         answer(q.sequence, q.status);
         if (q.status == Status::ok) counters.pages += q.limit;
+        if (q.status == Status::ok && is_hint()) stage(q);
         if (now_ns > q.seen_ns) counters.read_ns += now_ns - q.seen_ns;
         answered = true;
     }
     if (answered) wake_waiter();
+}
+
+void ServerRing::stage(const ServerRequest& request) {
+    for (std::uint32_t row = 0; row < request.limit; ++row)
+        staging_.put(request.pages[row], arena_page(request, row), request.sequence);
+}
+
+const std::uint8_t* ServerRing::staged_page(std::uint32_t page) {
+    const auto* entry = staging_.find(page, load_acquire(view_.control->retired.value));
+    return entry == nullptr ? nullptr : arena(entry->place);
+}
+
+bool ServerRing::take_staged(const ServerRequest& request, std::uint32_t row) {
+    constexpr std::uint32_t kAhead = 8;
+    const Geometry& g = table_->geometry;
+    const std::uint32_t tags = g.rows_per_page * g.stride;
+    if (row + kAhead < request.limit) {
+        const std::uint8_t* next = hint->staged_page(request.pages[row + kAhead]);
+        if (next != nullptr) {
+            const std::uint32_t at = std::min(request.rows[row + kAhead], g.rows_per_page - 1);
+            __builtin_prefetch(next + tags + at * 4);
+            __builtin_prefetch(next + kPageBytes - kTrailerBytes);
+            for (std::uint32_t b = 0; b < g.stride; b += kLineBytes)
+                __builtin_prefetch(next + at * g.stride + b);
+        }
+    }
+    const std::uint32_t in_page = request.rows[row];
+    const std::uint8_t* page = hint->staged_page(request.pages[row]);
+    if (page == nullptr || in_page >= g.rows_per_page) return false;
+    if (check_page(page, request.pages[row], g, table_->key, false, false) != PageFault::ok)
+        return false;
+    std::uint8_t* to = arena(arena_page(request, row));
+    std::memcpy(to + in_page * g.stride, page + in_page * g.stride, g.stride);
+    std::memcpy(to + tags + in_page * 4, page + tags + in_page * 4, 4);
+    ++counters.staged;
+    return true;
 }
 
 void ServerRing::wake_waiter() {

@@ -21,6 +21,7 @@
 #include "protocol.h"
 #include "reader.h"
 #include "ring.h"
+#include "staging_cache.h"
 
 namespace tierd {
 
@@ -52,10 +53,12 @@ struct ServerRequest {
     std::uint32_t issued = 0;     // reads given to the reader so far, always rows 0..issued-1
     std::uint32_t limit = 0;      // reads to issue in all; lowered to `issued` when it has failed
     std::uint32_t in_flight = 0;  // of the issued ones, not yet reaped
+    bool hinted = false;          // a hint may have its pages: `rows` is copied out
     Status status = Status::ok;
     std::uint64_t seen_ns = 0;       // when its doorbell was seen
     std::uint64_t key = 0;           // its deadline, see request_key()
     std::uint32_t* pages = nullptr;  // rows_max numbers, bounds-checked
+    std::uint32_t* rows = nullptr;   // in their pages; copied out only where a hint may have them
 };
 
 inline constexpr std::uint32_t kStatusCount = 8;
@@ -65,6 +68,7 @@ struct RingCounters {
     std::uint64_t pages = 0;                             // of the requests answered ok
     std::uint64_t jumps = 0;                             // nonsense doorbells
     std::uint64_t takeovers = 0;                         // times the guardian took the ring
+    std::uint64_t staged = 0;                            // of the pages, found where a hint left them
     std::uint64_t read_ns = 0;                           // of all requests, from doorbell to answer
 
     void add(const RingCounters& other) {
@@ -72,6 +76,7 @@ struct RingCounters {
         pages += other.pages;
         jumps += other.jumps;
         takeovers += other.takeovers;
+        staged += other.staged;
         read_ns += other.read_ns;
     }
 };
@@ -147,6 +152,12 @@ class ServerRing {
         return fixed ? first_buffer + static_cast<std::int32_t>(page >> kChunkShift) : kNoBuffer;
     }
 
+    // --- hints -----------------------------------------------------------------------------------
+    bool is_hint() const { return (view_.flags & kRingFlagHint) != 0; }
+    // Copies what a row's consumer reads of a page, the row and its tag, from where a hint has left
+    // the page to where the request wants it. False: nothing there, read the device.
+    bool take_staged(const ServerRequest& request, std::uint32_t row);
+
     const RingView& view() const { return view_; }
     RingControl& control() const { return *view_.control; }
     const ServedTable& table() const { return *table_; }
@@ -159,6 +170,7 @@ class ServerRing {
     std::uint32_t channel = 0;
     std::uint32_t number = 0;  // in its channel
     std::uint32_t table_number = 0;
+    ServerRing* hint = nullptr;  // the ring that hints at this one's pages
     bool fixed = false;  // arena D is registered
     std::int32_t first_buffer = kNoBuffer;
     std::uint32_t buffers = 0;  // reserved, from first_buffer on
@@ -170,6 +182,8 @@ class ServerRing {
     void start_behind_answers();
     void take_in(std::uint32_t sequence, std::uint64_t now_ns);
     void answer(std::uint32_t sequence, Status status);
+    void stage(const ServerRequest& request);
+    const std::uint8_t* staged_page(std::uint32_t page);
     void wake_waiter();
 
     RingView view_;
@@ -186,7 +200,8 @@ class ServerRing {
     std::uint32_t issue_ = 1;     // first sequence not fully issued, or accepted_ + 1
     std::uint32_t done_ = 0;      // last sequence answered
     std::array<ServerRequest, kRingDepth> requests_{};
-    std::unique_ptr<std::uint32_t[]> page_numbers_;
+    std::unique_ptr<std::uint32_t[]> page_numbers_;  // and row numbers: ServerRequest's arrays
+    StagingCache staging_;                           // of a hint ring
 };
 
 }  // namespace tierd

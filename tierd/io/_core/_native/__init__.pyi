@@ -172,7 +172,8 @@ class Pump:
         """
         TimeoutError if the loop stands still for `timeout_ms` (-1: wait for ever).
         Plain counters: requests, pages (of requests answered ok), failed {status: requests},
-        jumps (nonsense doorbells), takeovers, read_ns (of all requests,
+        jumps (nonsense doorbells), takeovers, staged (pages found where a
+        hint left them), read_ns (of all requests,
         from seeing the doorbell to answering), reads, retries, next_tier (reads
         of a copy, after the retry), crc_checked, in_flight,
         in_flight_max, parks, wakes, beats, held_back (looks at a request whose pages were
@@ -468,6 +469,9 @@ class SimDevice:
         Times that a read of the device page gave anything but its right bytes.
         """
 
+    def flipped_reads(self, page: int) -> int:
+        """Of those, times that a bit of it was flipped on the way."""
+
     def counts(self) -> dict:
         """Faults reached: name -> (roots, tables, data)."""
 
@@ -484,6 +488,7 @@ def probe_reads(fd: int, *, pages: int, depth: int, seconds: float, seed: int) -
     readers as a pump. Returns reads, errors, first_error (errno; 0 for a short read),
     seconds, p50_us, p99_us, transport and reason (why not io_uring).
     """
+
 class Watchdog:
     """
     A native thread that sees whether pumps and the event loop still turn.
