@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := all
-.PHONY: all setup build stubs lint test lab demo packages bench bench-gpu bench-report gpu-test sanitizers sim sim-soak sim-mutants crash clean
+.PHONY: all setup build stubs lint test lab demo packages bench bench-gpu bench-operator bench-report gpu-test sanitizers sim sim-soak sim-mutants crash clean
 
 all: lint test
 
@@ -63,6 +63,9 @@ gpu-test: build
 	$(PY) -m pytest tests/gpu -m gpu
 bench-gpu: build
 	$(PY) -m bench.gpu
+# --quick tries it; the parts that take times want a machine that does nothing else.
+bench-operator: build
+	$(PY) -m bench.operator
 bench-report: build
 	$(PY) -m bench.report
 

@@ -68,7 +68,9 @@ def append(
         for n in tl.static_range(NEW_BLOCKS):
             block = start // BLOCK + n
             inside = block * BLOCK + token < start + QUERIES
-            host = tl.load(host_table + row * host_stride + block, mask=block < host_stride, other=-1)
+            host = tl.load(
+                host_table + row * host_stride + block, mask=block < host_stride, other=-1
+            )
             if (block * BLOCK < start + QUERIES) & (host >= 0):
                 slot = slot_for(block, is_sparse, K)
                 page = tl.load(page_table + row * pages_stride + slot).to(tl.int64)

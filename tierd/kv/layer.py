@@ -47,9 +47,7 @@ class Tables:
     admit: torch.Tensor
 
     @classmethod
-    def make(
-        cls, rows: int, blocks_max: int, budget: Budget, device: torch.device | str
-    ) -> Tables:
+    def make(cls, rows: int, blocks_max: int, budget: Budget, device: torch.device | str) -> Tables:
         """Allocate empty tables."""
 
         def full(*size: int, value: int = 0) -> torch.Tensor:
@@ -149,7 +147,6 @@ class LayerState:
             headers=headers,
             counters=torch.zeros(COUNTERS, dtype=torch.int64, device=device),
         )  # fmt: skip
-
 
     def only(self, row: int) -> LayerState:
         """One row's state: views of the same memory, for work on one request."""

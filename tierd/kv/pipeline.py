@@ -38,9 +38,7 @@ class Steps:
     """
 
     def __init__(self, tables: Tables) -> None:
-        other = dataclasses.replace(
-            tables, length=tables.length.clone(), step=tables.step.clone()
-        )
+        other = dataclasses.replace(tables, length=tables.length.clone(), step=tables.step.clone())
         self.tables = (tables, other)
 
     def advance(self, parity: int, accepted: int | torch.Tensor = 1) -> None:
@@ -78,9 +76,7 @@ class Background:
         self.predict, self.select, self.move = (
             torch.cuda.Stream(device, priority=0) for _ in range(3)
         )
-        self._events = [
-            _Events(*(torch.cuda.Event() for _ in range(5))) for _ in range(len(work))
-        ]
+        self._events = [_Events(*(torch.cuda.Event() for _ in range(5))) for _ in range(len(work))]
         for event in self._events:
             event.moved.record(self.move)
 

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from tierd.kv.shape import Budget, KvShape
 
 
-def slot_for(
-    block: torch.Tensor, sparse: torch.Tensor, budget: Budget
-) -> torch.Tensor:
+def slot_for(block: torch.Tensor, sparse: torch.Tensor, budget: Budget) -> torch.Tensor:
     """GPU logical block of a block at the end of the context: its own, or its ring slot."""
     return torch.where(sparse != 0, budget.blocks + block % LOCAL, block)
 
