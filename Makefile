@@ -9,6 +9,7 @@ PY := .venv/bin/python
 	bench-gpu \
 	bench-kv \
 	bench-life \
+	bench-operator \
 	bench-report \
 	bench-sglang \
 	bench-storage \
@@ -113,6 +114,9 @@ bench-storage: build
 	$(PY) -m bench.storage
 bench-life: build
 	$(PY) -m bench.life
+# --quick tries it; the parts that take times want a machine that does nothing else.
+bench-operator: build
+	$(PY) -m bench.operator
 bench-report: build
 	$(PY) -m bench.report
 
