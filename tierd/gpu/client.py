@@ -141,19 +141,15 @@ class Client:
         options: TableOptions,
         device: torch.device | None,
     ) -> Self:
-        flags = int(_core.protocol.RING_FLAG_GUARDED)
-        if device is not None:
-            flags |= int(_core.protocol.RING_FLAG_GPU)
-        rings = [(rows_max, arena_pages, number, flags) for number in range(len(images))]
-        if options.hint_pages:
-            listed, flag = hint_rows(options.hint_pages), int(_core.protocol.RING_FLAG_HINT)
-            rings += [(listed, options.hint_pages, n, flag) for n in range(len(images))]
-        try:
-            channel = _core.Channel(
-                rank=rank, world=world, client_id=uuid.uuid4().bytes, rings=rings
-            )
-        except (ValueError, OSError) as error:
-            raise AttachError(f"no channel of {len(rings)} rings can be made: {error}") from None
+        channel = _make_channel(
+            len(images),
+            rank=rank,
+            world=world,
+            rows_max=rows_max,
+            arena_pages=arena_pages,
+            options=options,
+            on_gpu=device is not None,
+        )
         if options.sample_rate is not None:
             _set_sample_rate(channel, options.sample_rate)
         request = {
@@ -184,19 +180,21 @@ class Client:
         client.record(tracing.recorder(images, engine))
         _skip_unseen(client, link.lossy)
         if options.hint_pages:
-            for number, image in enumerate(images):
-                ring = len(images) + number
-                hints = HintRing(
-                    channel,
-                    ring,
-                    link.wake_fd,
-                    rows=image.table.rows,
-                    per_page=image.rows_per_page,
-                    pages=options.hint_pages,
-                )
-                client._hints[image.name] = hints
-                keeper.on_rewake(hints.rewake)
+            client._open_hints(link.wake_fd, options.hint_pages)
         return client
+
+    def _open_hints(self, wake_fd: int, pages: int) -> None:
+        for number, image in enumerate(self._images):
+            hints = HintRing(
+                self._channel,
+                len(self._images) + number,
+                wake_fd,
+                rows=image.table.rows,
+                per_page=image.rows_per_page,
+                pages=pages,
+            )
+            self._hints[image.name] = hints
+            self.keeper.on_rewake(hints.rewake)
 
     def record(self, recorder: tracing.Recorder | None) -> None:
         """Let a recorder note every kick of the CPU twins from now on, until the client closes."""
@@ -283,6 +281,30 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _make_channel(
+    images: int,
+    *,
+    rank: int,
+    world: int,
+    rows_max: int,
+    arena_pages: int,
+    options: TableOptions,
+    on_gpu: bool,
+) -> Any:
+    """Make a channel with a ring an image and, with hints, as many rings for those."""
+    flags = int(_core.protocol.RING_FLAG_GUARDED)
+    if on_gpu:
+        flags |= int(_core.protocol.RING_FLAG_GPU)
+    rings = [(rows_max, arena_pages, number, flags) for number in range(images)]
+    if options.hint_pages:
+        listed, flag = hint_rows(options.hint_pages), int(_core.protocol.RING_FLAG_HINT)
+        rings += [(listed, options.hint_pages, number, flag) for number in range(images)]
+    try:
+        return _core.Channel(rank=rank, world=world, client_id=uuid.uuid4().bytes, rings=rings)
+    except (ValueError, OSError) as error:
+        raise AttachError(f"no channel of {len(rings)} rings can be made: {error}") from None
 
 
 def _skip_unseen(client: Client, lossy: dict[str, str]) -> None:
