@@ -97,8 +97,7 @@ def _subclass(stock: type[nn.Module]) -> type[nn.Module]:
             """Rows of ``indices`` that this rank owns, zero for the rest; bf16 [..., dim]."""
             out = torch.empty(*indices.shape, self.dim, dtype=torch.bfloat16, device=indices.device)
             if context.is_in_breakable_cuda_graph():
-                # Prefill: more rows than one request lists, so they come in sub-batches, which no
-                # graph can hold.
+                # Prefill: too many rows for one request, and no graph can hold sub-batches.
                 gather_between_segments(self.tierd, indices, out)
             else:
                 self.tierd.gather(indices, out)
