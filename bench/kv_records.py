@@ -82,19 +82,20 @@ def agreements(one: dict[str, Any]) -> Made:
         for r in one.get("medium text", [])
     }
     limit = "a run of a few minutes; longer training moves it by about a point"
+    note = {"note": one["medium_note"]} if "medium_note" in one else {}
     return [
         {
             "measure": "kv.agreement_true_draft_pct", "value": 100 * true["agreement_mean"],
             "unit": "%", "limit": limit,
             "detail": {
                 "layers": true["agreement"], "union_over_heads": true["union_mean"],
-                "new_of_k": true["new_mean"], "text_alone": text,
+                "new_of_k": true["new_mean"], "text_alone": text, **note,
             },
         },
         {
             "measure": "kv.agreement_true_draft_quarter_pct",
             "value": 100 * quarter["agreement_mean"], "unit": "%", "limit": limit,
-            "detail": {"layers": quarter["agreement"]},
+            "detail": {"layers": quarter["agreement"], **note},
         },
         {
             "measure": "kv.draft_over_previous_query_points",
@@ -105,7 +106,7 @@ def agreements(one: dict[str, Any]) -> Made:
                 "acceptance": lookup["acceptance"], "drafted": lookup["drafted"],
                 "agreement_accepted": lookup["agreement_accepted_mean"],
                 "agreement_rejected": lookup["agreement_rejected_mean"],
-                "previous_query": previous["agreement_mean"],
+                "previous_query": previous["agreement_mean"], **note,
             },
         },
     ]  # fmt: skip
