@@ -11,15 +11,16 @@ on trained models.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import mmap
 import statistics
 import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch.nn import functional
 
 from tierd.io.pool import PoolView
 from tierd.kv.layer import LayerState, Tables
@@ -72,12 +73,11 @@ def prepare(
         x = x * tl.rsqrt(tl.sum(x * x) / DIM + 1e-6)
         b = tl.load(base + (token // QUERIES * HEADS + head) * DIM + d).to(tl.float32)
         tl.store(q + (token * HEADS + head) * DIM + d, (keep * b + move * x).to(tl.bfloat16))
+    elif head < HEADS + KV:
+        x = x * tl.rsqrt(tl.sum(x * x) / DIM + 1e-6)
+        tl.store(k + (token * KV + head - HEADS) * DIM + d, x.to(tl.bfloat16))
     else:
-        if head < HEADS + KV:
-            x = x * tl.rsqrt(tl.sum(x * x) / DIM + 1e-6)
-            tl.store(k + (token * KV + head - HEADS) * DIM + d, x.to(tl.bfloat16))
-        else:
-            tl.store(v + (token * KV + head - HEADS - KV) * DIM + d, x.to(tl.bfloat16))
+        tl.store(v + (token * KV + head - HEADS - KV) * DIM + d, x.to(tl.bfloat16))
 
 
 @triton.jit
@@ -107,7 +107,7 @@ class Weights:
         self.norm = torch.ones(HIDDEN, dtype=torch.bfloat16, device="cuda")
 
 
-def touch(view: PoolView, threads: int = 16) -> None:
+def touch(view: PoolView, threads: int = 8) -> None:
     """Bring the pool's memory in with all cores; registering it alone would use one."""
     memory, size = view.memory, len(view.memory) // threads
 
@@ -149,9 +149,7 @@ class Host:
             keys = entries[:, :, 0]
             self.summaries.append(torch.stack([keys.amin(2), keys.amax(2)], 2))
             row = block // self.blocks + 1
-            headers = torch.stack(
-                [row, block % self.blocks, torch.full_like(row, layer), row], -1
-            )
+            headers = torch.stack([row, block % self.blocks, torch.full_like(row, layer), row], -1)
             torch.mul(headers, 1, out=self.pool.headers(layer))
         torch.cuda.synchronize()
 
@@ -177,9 +175,7 @@ def stream(name: str) -> torch.cuda.Stream:
     return _streams[name]
 
 
-def captured(
-    fn: Callable[[], object], pool: Any = None, on: str = "front"
-) -> torch.cuda.CUDAGraph:
+def captured(fn: Callable[[], object], pool: Any = None, on: str = "front") -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, stream=stream(on)):
         fn()
@@ -285,8 +281,8 @@ class Engine:
 
     def project(self, layer: int) -> None:
         b, w = self.buffers, self.weights
-        h = F.rms_norm(b.x, (HIDDEN,), w.norm, 1e-6)
-        qkv = F.linear(h, w.qkv[layer])
+        h = functional.rms_norm(b.x, (HIDDEN,), w.norm, 1e-6)
+        qkv = functional.linear(h, w.qkv[layer])
         prepare[(len(qkv), HEADS + 16)](
             qkv, self.base[layer], b.q[layer], b.k[layer], b.v[layer], WANDER,
             (1 - WANDER**2) ** 0.5, QUERIES=self.queries, HEADS=HEADS, KV=8, DIM=128, num_warps=1,
@@ -309,8 +305,8 @@ class Engine:
         b, w = self.buffers, self.weights
         flat = attended.view(len(b.x), HEADS * 128)
         torch.addmm(b.x, flat, w.out[layer].T, out=b.x)
-        h = F.rms_norm(b.x, (HIDDEN,), w.norm, 1e-6)
-        wide = F.linear(h, w.up[layer])
+        h = functional.rms_norm(b.x, (HIDDEN,), w.norm, 1e-6)
+        wide = functional.linear(h, w.up[layer])
         act = torch.empty(len(h), FFN, dtype=h.dtype, device=h.device)
         gated[(len(h), FFN // 1024)](wide, act, WIDTH=FFN, BLOCK=1024, num_warps=4)
         torch.addmm(b.x, act, w.down[layer].T, out=b.x)
@@ -323,7 +319,7 @@ class Engine:
     def finish(self, parity: int) -> None:
         """Logits of every row, the next tokens, and the next step's tables: one accepted."""
         b, w = self.buffers, self.weights
-        logits = F.linear(F.rms_norm(b.x, (HIDDEN,), w.norm, 1e-6), w.head)
+        logits = functional.linear(functional.rms_norm(b.x, (HIDDEN,), w.norm, 1e-6), w.head)
         b.tokens.copy_(logits.argmax(-1))
         self.kept.append(logits)
         self.steps.advance(parity)
@@ -417,8 +413,10 @@ class Engine:
         return wrong
 
 
-def timed(engines: dict[str, Callable[[], None]], repeats: int, warm: int) -> dict[str, list[float]]:
-    """Every step's time in ms; chunks of steps of each engine in turn, so that clocks wander alike."""
+def timed(
+    engines: dict[str, Callable[[], None]], repeats: int, warm: int
+) -> dict[str, list[float]]:
+    """Every step's time in ms, of each engine in turn."""
     times: dict[str, list[float]] = {name: [] for name in engines}
     for name, step in engines.items():
         torch.cuda.synchronize()
@@ -431,7 +429,7 @@ def timed(engines: dict[str, Callable[[], None]], repeats: int, warm: int) -> di
                 step()
                 marks[n + 1].record()
         torch.cuda.synchronize()
-        times[name] += [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)]
+        times[name] += [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
     return times
 
 
@@ -452,5 +450,3 @@ def cap_excess(engine: Engine, before: dict[str, int], after: dict[str, int], st
 def host_gib(shape: KvShape, rows: int) -> float:
     blocks = CONTEXT // shape.block + STEPS_MAX // shape.block + 2
     return rows * blocks * shape.layers * (shape.block_bytes + 16) / 2**30
-
-

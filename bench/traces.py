@@ -2,7 +2,8 @@
 
 A session is a series of turns; each turn is a prefill, whose rows the cache then holds, and 128
 decoded tokens. An agent works on one package: it reads a part of a file (prefill), and its answer
-is new text (two fifths: so much that it finds 85 % of its rows cached, as SlackTier's agents do), quotes of what it has read and written, and the fixed text of tool calls. A chat's prompts are
+is new text (two fifths: so much that it finds 85 % of its rows cached, as SlackTier's agents do),
+quotes of what it has read and written, and the fixed text of tool calls. A chat's prompts are
 short and its answers are mostly new prose. Sessions take turns in the batch's places, so that 256
 are interleaved where 128 run. Tokens are V4's, rows are V4.1's own hash. Beside these, ids by
 Zipf's law.

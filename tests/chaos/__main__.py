@@ -7,6 +7,7 @@ import dataclasses
 import json
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -28,9 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SOAK_WEIGHTS = {
-    "sigkill": 70, "slow_kill": 14, "slow_stop": 2, "sigstop": 3, "restart": 3, "sigterm": 2,
-    "engine_killed": 2, "engine_stopped": 2, "both_killed": 1, "memory": 1,
+    "sigkill": 78, "slow_kill": 12, "slow_stop": 2, "sigstop": 2, "restart": 2, "sigterm": 1,
+    "engine_killed": 1, "engine_stopped": 1, "both_killed": 1, "memory": 1,
 }  # fmt: skip
+SOAK_PHASES = {"idle": 30, "mid-step": 45, "attach": 13, "prefill": 8, "staging": 4}
 
 
 class Stager:
@@ -87,7 +89,9 @@ def run_case(world: World, stager: Stager, name: str, phase: str) -> None:
     world.check()
 
 
-def run(world: World, stager: Stager, seed: int, cases: Iterator[tuple[str, str]]) -> None:
+def run(
+    world: World, stager: Stager, asked: argparse.Namespace, cases: Iterator[tuple[str, str]]
+) -> None:
     for number, (name, phase) in enumerate(cases):
         if faults.EVERY[name] in faults.NEED_SLOW_DEVICE and world.slow is None:
             print(f"skipped {name}: {world.why_not_slow}", flush=True)
@@ -97,9 +101,20 @@ def run(world: World, stager: Stager, seed: int, cases: Iterator[tuple[str, str]
             run_case(world, stager, name, phase)
         except (ChaosError, TierdError) as error:
             print(f"case {number} ({name} while {phase}): {error}")
-            print(f"replay: python -m tests.chaos --seed {seed} --case {name}:{phase}")
+            print(f"replay: python -m tests.chaos --seed {asked.seed} --case {name}:{phase}")
             raise
         print(f"{name:15} {phase:9} {time.monotonic() - began:6.2f} s", flush=True)
+        report(world, asked)
+
+
+def report(world: World, asked: argparse.Namespace) -> dict[str, float]:
+    """Write the counts so far where they were asked for."""
+    counts: dict[str, float] = dataclasses.asdict(world.counts)
+    counts["seconds"] = round(time.monotonic() - world.began, 1)
+    counts["seed"] = asked.seed
+    if asked.report:
+        asked.report.write_text(json.dumps(counts) + "\n")
+    return counts
 
 
 def soak(world: World, kills: int, until: float) -> Iterator[tuple[str, str]]:
@@ -107,7 +122,7 @@ def soak(world: World, kills: int, until: float) -> Iterator[tuple[str, str]]:
     names, weights = list(SOAK_WEIGHTS), list(SOAK_WEIGHTS.values())
     while world.counts.kills < kills and time.monotonic() < until:
         name = world.chance.choices(names, weights)[0]
-        yield name, world.chance.choice(PHASES)
+        yield name, world.chance.choices(list(SOAK_PHASES), list(SOAK_PHASES.values()))[0]
 
 
 def arguments() -> argparse.Namespace:
@@ -125,8 +140,11 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     asked = arguments()
+    # So that a soak that is told to end cleans up as well.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     directory = Path(tempfile.mkdtemp(prefix="tierd-chaos-"))
-    began, ok = time.monotonic(), False
+    ok = False
     try:
         with World(directory, asked.seed) as world:
             if asked.slow:
@@ -137,23 +155,18 @@ def main() -> int:
                 if asked.case:
                     cases = iter([tuple(asked.case.split(":"))])
                 elif asked.kills:
-                    cases = soak(world, asked.kills, began + asked.minutes * 60)
+                    cases = soak(world, asked.kills, world.began + asked.minutes * 60)
                 else:
                     shuffled = list(matrix())
                     random.Random(asked.seed).shuffle(shuffled)
                     cases = iter(shuffled)
-                run(world, stager, asked.seed, cases)
+                run(world, stager, asked, cases)
                 ok = True
             except (ChaosError, TierdError):
                 pass
             finally:
                 stager.close()
-                counts = dataclasses.asdict(world.counts)
-                counts["seconds"] = round(time.monotonic() - began, 1)
-                counts["seed"] = asked.seed
-                print(json.dumps(counts))
-                if asked.report:
-                    asked.report.write_text(json.dumps(counts) + "\n")
+                print(json.dumps(report(world, asked)))
     finally:
         if asked.keep or not ok:
             print(f"logs are in {directory}")

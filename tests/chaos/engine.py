@@ -32,7 +32,7 @@ FIELDS = (
 CACHE_ROWS = 64
 ROWS_MAX = 48
 STEP_ROWS = 40
-PREFILL_ROWS = 300
+PREFILL_ROWS = 150
 WAIT_S = 120.0
 
 
@@ -132,8 +132,7 @@ class Engine:
                     self.attach().keeper.alarm()
                     alarms += 1
                     self.step(STEP_ROWS)
-                    stats = self.attach().keeper.guardian_stats
-                    self.board.set("takeovers", int(stats["takeovers"]))
+                    self.board.set("takeovers", self.attach().keeper.takeovers)
             except AttachError as error:  # the daemon died in the middle of it
                 print(f"attach: {error}", flush=True)
                 self.client = None

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = 20_000
 DEVICE_BYTES = 64 << 20
-HANG_S = 60.0  # no step for this long, with a server there, is a hang
+HANG_S = 120.0  # no step for this long, with a server there, is a hang, on any machine
 LOOK_S = 0.002
 
 
@@ -117,6 +117,7 @@ class World:
         self.directory = directory
         self.chance = random.Random(seed)
         self.counts = Counts()
+        self.began = time.monotonic()
         self.run = directory / "run"
         self.run.mkdir()
         self.socket = self.run / "engine.sock"

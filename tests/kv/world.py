@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,7 +14,9 @@ from tierd.kv.layer import EMPTY, LayerState, Tables, header_of
 from tierd.kv.ops import Kernels, Reference
 from tierd.kv.pool import KvPool
 from tierd.kv.requests import Parked, Requests
-from tierd.kv.shape import Budget, KvShape
+
+if TYPE_CHECKING:
+    from tierd.kv.shape import Budget, KvShape
 
 
 class World:
@@ -176,7 +178,7 @@ class World:
                 compared += 1
             if request.sparse:
                 own = request.length // self.shape.block
-                local = {b for b in range(max(0, own - 1), own + 1)}
+                local = set(range(max(0, own - 1), own + 1))
                 local = {b for b in local if b * self.shape.block < request.length}
                 assert local <= set(seen), "the local blocks are always there"
         return compared

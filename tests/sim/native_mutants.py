@@ -194,7 +194,8 @@ def write_sources() -> None:
     files["mutants.h"] = HEADER
     for name, text in files.items():
         _write_if_new(target / CORE / name, text)
-    cmake = (ROOT / "CMakeLists.txt").read_text()
+    # Found bugs are the same at -O1, which compiles in half the time.
+    cmake = (ROOT / "CMakeLists.txt").read_text().replace("-O3", "-O1")
     _write_if_new(target / "CMakeLists.txt", cmake)
 
 

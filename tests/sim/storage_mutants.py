@@ -17,6 +17,7 @@ from tierd.io import (
     _core,
     blocks,
     layout,
+    scrub,
     simulated,
     staging,
     store,
@@ -308,6 +309,21 @@ def units_dealt_out_backwards_to_the_pump() -> Any:
     return _patched((stripes, "image_rows", backwards))
 
 
+def scrub_goes_on_a_block_too_far() -> Any:
+    original = scrub.Scrub._load
+
+    def load(self: Any) -> None:
+        original(self)
+        if self.next_page:
+            self.next_page += scrub.BLOCK_PAGES
+
+    return _patched((scrub.Scrub, "_load", load))
+
+
+def scrub_goes_on_in_another_image() -> Any:
+    return _patched((scrub, "_key", lambda image: str(image.info.table.name)))
+
+
 STORAGE_MUTANTS: tuple[Callable[[], Any], ...] = (
     no_flush_at_all,
     no_flush_before_the_root,
@@ -335,4 +351,6 @@ STORAGE_MUTANTS: tuple[Callable[[], Any], ...] = (
     image_without_a_device_called_whole,
     devices_known_by_their_place,
     units_dealt_out_backwards_to_the_pump,
+    scrub_goes_on_a_block_too_far,
+    scrub_goes_on_in_another_image,
 )

@@ -6,11 +6,13 @@ import contextlib
 import dataclasses
 import hashlib
 import random
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.sim import audit, faults, seams
+from tests.sim import audit, faults, scrubbing, seams
 from tests.sim.machine import Client, Daemon
 from tests.sim.model import (
     SetModel,
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
     from tests.sim.machine import Ring
     from tests.sim.model import Known
+    from tierd.io.scrub import Scrub
     from tierd.io.store_set import StripedImage
 
 DEVICES_MAX = 3
@@ -60,11 +63,17 @@ class World:
         events: what happened, in order; the same for the same seed.
         groups: paths of the devices that share images, a set each; their order may change.
         models: what each set may hold.
+        scrubs: of each set, the running daemon's.
         daemon: the running one, or None between a kill and a restart.
     """
 
     def __init__(
-        self, seed: int, host: SimulatedHost, groups: list[list[str]], chance: random.Random
+        self,
+        seed: int,
+        host: SimulatedHost,
+        groups: list[list[str]],
+        chance: random.Random,
+        folder: Path,
     ) -> None:
         self.seed = seed
         self.chance = chance
@@ -77,6 +86,8 @@ class World:
         self.clients: list[Client] = []
         self.counters: dict[str, int] = {}
         self.decayed: set[int] = set()
+        self.folder = folder
+        self.scrubs: list[Scrub] = []
 
     def begin(self) -> None:
         """Format the devices, switch their faults on and start a daemon."""
@@ -151,6 +162,7 @@ class World:
             for store in self.stores(number).stores:
                 self._check_roots(store)
             self.resolve(number)
+        self.scrubs = scrubbing.begin(self.folder, len(self.models))
         self._welcome_back()
 
     def _mend(self) -> None:
@@ -187,6 +199,8 @@ class World:
         """Stop the daemon in an orderly way."""
         if self.daemon is not None:
             self.log("stop")
+            for scrub in self.scrubs:
+                scrub.save()
             self.daemon.stop()
             self.daemon = None
 
@@ -464,8 +478,11 @@ def new_world(seed: int) -> Iterator[World]:
     host = SimulatedHost(natives, power, block_size=chance.choice((512, 4096)))
     together = chance.random() < TOGETHER_SHARE
     groups = [list(host.paths)] if together else [[path] for path in host.paths]
-    with seams.simulated_machine(host, chance):
-        world = World(seed, host, groups, chance)
+    with (
+        seams.simulated_machine(host, chance),
+        tempfile.TemporaryDirectory(prefix="tierd-sim-") as folder,
+    ):
+        world = World(seed, host, groups, chance, Path(folder))
         try:
             yield world
         finally:

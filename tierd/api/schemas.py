@@ -204,16 +204,27 @@ class Client(BaseModel):
     engine: str
     rank: int
     world: int
+    expected_ranks: int
     attached_at: str
     pump: int
     channel_bytes: int
     rings: list[Ring]
 
 
+class Engine(BaseModel):
+    """The attached ranks of one engine, by its name; ``missing_ranks`` as far as known."""
+
+    engine: str
+    attached_ranks: int
+    expected_ranks: int
+    missing_ranks: list[int]
+
+
 class Clients(BaseModel):
     """GET /v1/clients."""
 
     clients: list[Client]
+    engines: list[Engine]
 
 
 class Event(BaseModel):

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from tierd.api import (
     clients,
+    controller,
     devices,
     doctor,
     events,
@@ -56,6 +57,7 @@ RESOURCES: tuple[Routes, ...] = (
     devices.routes,
     images.routes,
     clients.routes,
+    controller.routes,
     jobs.routes,
     events.routes,
     doctor.routes,

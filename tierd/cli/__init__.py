@@ -6,7 +6,19 @@ the standard library and click is imported inside the commands, so that help ans
 
 from __future__ import annotations
 
-from tierd.cli import config, devices, hook, images, jobs, machine, serving, storage, watching
+from tierd.cli import (
+    config,
+    devices,
+    hook,
+    images,
+    jobs,
+    machine,
+    plan,
+    serving,
+    storage,
+    trace,
+    watching,
+)
 from tierd.cli.base import cli, main
 
 __all__ = [
@@ -18,7 +30,9 @@ __all__ = [
     "jobs",
     "machine",
     "main",
+    "plan",
     "serving",
     "storage",
+    "trace",
     "watching",
 ]

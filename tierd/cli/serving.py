@@ -82,10 +82,10 @@ def status(api_socket: str | None, config_path: Path | None, as_json: bool) -> N
     if as_json:
         print_json(state)
         return
-    clients = ask(api_socket, config_path, "/v1/clients")["clients"]
+    listed = ask(api_socket, config_path, "/v1/clients")
     from tierd.tools import show
 
-    show.status(state, clients)
+    show.status(state, listed["clients"], listed["engines"])
 
 
 # Options after the command's name are the command's own.

@@ -267,6 +267,28 @@ class ChannelSection(Section):
     )
 
 
+class ControllerSection(Section):
+    """What watches the cache split and the placement (docs/controller.md)."""
+
+    mode: Literal["advise", "off"] = Field(
+        "advise",
+        description="advise: decide from what attached clients do, and show each decision with "
+        "its reason (`tierd explain`); off: look at nothing.",
+    )
+    windows: str = Field(
+        "",
+        description="Windows file of the probe, measured on this GPU with this engine. Without "
+        "it there are curves and read times, but no decisions.",
+    )
+    interval_ms: int = Field(500, ge=50, le=60_000, description="How often clients are looked at.")
+    half_life_s: int = Field(
+        60,
+        ge=1,
+        le=86_400,
+        description="Traffic of so long ago counts half in the miss curves.",
+    )
+
+
 class CatalogSection(Section):
     """History."""
 
@@ -321,6 +343,7 @@ class Settings(BaseSettings):
     pump: PumpSection = PumpSection()
     io: IoSection = IoSection()
     channel: ChannelSection = ChannelSection()
+    controller: ControllerSection = ControllerSection()
     catalog: CatalogSection = CatalogSection()
     log: LogSection = LogSection()
 

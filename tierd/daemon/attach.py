@@ -57,6 +57,14 @@ class ImageRef(BaseModel):
     generation: int = Field(ge=0, lt=1 << 32)
 
 
+class CacheOf(BaseModel):
+    """A row cache of the client, as it says: what the controller reckons with."""
+
+    sets: int = Field(ge=1, le=1 << 27)
+    row_bytes: int = Field(ge=1, le=4096)
+    ways: dict[int, Annotated[int, Field(ge=0, le=32)]] = Field(max_length=64)
+
+
 class AttachRequest(BaseModel):
     """The attach message; unknown keys are those of newer engines and are ignored."""
 
@@ -66,6 +74,7 @@ class AttachRequest(BaseModel):
     world: int = Field(ge=1, le=4096)
     expected_ranks: int = Field(ge=1, le=4096)
     images: list[ImageRef] = Field(min_length=1, max_length=64)
+    caches: list[CacheOf] = Field(default_factory=list, max_length=64)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,10 +86,12 @@ class AttachedClient:
     engine: str
     rank: int
     world: int
+    expected_ranks: int
     since: float
     view: ChannelView
     attached: Attached
     file: tuple[int, int]
+    caches: tuple[CacheOf, ...] = ()
 
     @property
     def let_go(self) -> bool:
@@ -352,9 +363,11 @@ class _Session:
             engine=request.engine,
             rank=request.rank,
             world=request.world,
+            expected_ranks=request.expected_ranks,
             since=time.time(),
             view=view,
             attached=attached,
+            caches=tuple(request.caches),
             file=file,
         )
         server.clients[client.client_id] = client
@@ -368,7 +381,7 @@ class _Session:
     ) -> tuple[dict[str, Any], list[int]]:
         server = self._server
         text = json.dumps(image_map(wanted)).encode()
-        stores = by_store(wanted, copies=True)
+        stores = by_store(wanted)
         answer = {
             "ok": True,
             "client": client.client_id,

@@ -57,15 +57,15 @@ class ServedImage:
 
     Attributes:
         striped: the image and the stores that hold it: its first tier.
-        copies: the same pages on other devices: its next tiers, in order.
         leases: descriptors; while one is open, its extents are not reused, and it is not deleted.
+        copies: the same pages on other devices: its next tiers, in order.
         tables: its handle in each pump.
         clients: how many clients have attached it now.
     """
 
     striped: StripedImage
+    leases: list[int]
     copies: list[StripedImage] = dataclasses.field(default_factory=list)
-    leases: list[int] = dataclasses.field(default_factory=list)
     tables: list[int] = dataclasses.field(default_factory=list)
     clients: int = 0
 
@@ -86,7 +86,7 @@ class ServedImage:
 
     def lease(self) -> None:
         """Take the leases, for as long as a pump may read it."""
-        for store, held in by_store([self], copies=True):
+        for store, held in by_store([self]):
             self.leases.append(store.reader_fd(held))
 
     def release(self) -> None:
@@ -183,31 +183,35 @@ class DataPlane:
 
     def _collect_images(self) -> None:
         """Look through the stores; images that are served already stay the same objects."""
+        known = {image.info.name: image for image in self.images.values()}
         names: set[str] = set()
-        images: dict[int, ServedImage] = {}
+        found: dict[int, list[StripedImage]] = {}
         shadowed: list[str] = []
         incomplete: list[StripedImage] = []
         for store in self.stores:
             for stored in store.images:
-                found = self.store_set.striped(store, stored)
-                info = found.info
-                first = images.get(info.image_id)
-                if found.fault:
-                    incomplete.append(found)
-                elif first is not None and is_copy(first.striped, found):
-                    first.copies.append(found)
-                elif info.name in names or info.image_id in images:
+                image = self.store_set.striped(store, stored)
+                info = image.info
+                same = found.get(info.image_id)
+                if image.fault:
+                    incomplete.append(image)
+                elif same is not None and is_copy(same[0], image):
+                    if len(same) <= COPIES_MAX:
+                        same.append(image)
+                elif info.name in names or same is not None:
                     shadowed.append(f"{info.name} on {store.device.path}")
                 else:
                     names.add(info.name)
-                    images[info.image_id] = ServedImage(found)
-        for number, image in images.items():
-            old = self.images.get(number)
-            if old is not None and (old.striped, old.copies) == (image.striped, image.copies):
-                images[number] = old
-            else:
-                image.lease()
-        self.images, self.incomplete, self.shadowed = images, incomplete, shadowed
+                    found[info.image_id] = [image]
+        self.images = {
+            image_id: _unchanged(known.get(first.name), first, copies)
+            or ServedImage(first, [], copies)
+            for image_id, (first, *copies) in found.items()
+        }
+        self.incomplete, self.shadowed = incomplete, shadowed
+        for served in self.images.values():
+            if not served.leases:
+                served.lease()
 
     def _start_pump(self, number: int) -> None:
         wanted = self._settings.pump
@@ -232,15 +236,14 @@ class DataPlane:
         pump.start()
 
     def _add_table(self, number: int, image: ServedImage) -> None:
-        devices = self._devices[number]
         table = self.pumps[number].add_table(
             image_id=image.info.image_id,
             generation=image.info.generation,
             row_bytes=image.info.table.row_bytes,
             rows=image.info.table.rows,
             window_ns=image.window_ns,
-            extents=_extent_array(image.striped, devices),
-            copies=[_extent_array(copy, devices) for copy in image.copies[:COPIES_MAX]],
+            extents=_extent_array(image.striped, self._devices[number]),
+            copies=[_extent_array(copy, self._devices[number]) for copy in image.copies],
         )
         image.tables.append(table)
 
@@ -285,7 +288,8 @@ class DataPlane:
             self._retired.append(image)
             self._drop_retired()
         try:
-            self.store_set.delete(name, wipe=wipe)
+            for tier in (*image.copies, image.striped):
+                self.store_set.delete(tier, wipe=wipe)
         finally:
             self.refresh()  # it is served again if it is still there
 
@@ -428,11 +432,19 @@ def image_map(images: Sequence[ServedImage]) -> dict[str, Any]:
                 "row_bytes": image.info.table.row_bytes,
                 "rows": image.info.table.rows,
                 "devices": _shares_json(image.striped),
-                "copies": [_shares_json(copy) for copy in image.copies[:COPIES_MAX]],
+                "copies": [_shares_json(copy) for copy in image.copies],
             }
             for image in images
         ]
     }
+
+
+def _unchanged(
+    served: ServedImage | None, first: StripedImage, copies: list[StripedImage]
+) -> ServedImage | None:
+    """Return what is served already if it is this."""
+    same = served is not None and (served.striped, served.copies) == (first, copies)
+    return served if same else None
 
 
 def _shares_json(image: StripedImage) -> list[dict[str, Any]]:
@@ -442,18 +454,12 @@ def _shares_json(image: StripedImage) -> list[dict[str, Any]]:
     ]
 
 
-def by_store(
-    images: Sequence[ServedImage], *, copies: bool = False
-) -> list[tuple[Store, list[StoredImage | Part]]]:
-    """Return the stores that hold these images, each once, with what each holds of them.
-
-    With ``copies`` what holds the images' copies is there, too.
-    """
+def by_store(images: Sequence[ServedImage]) -> list[tuple[Store, list[StoredImage | Part]]]:
+    """Return the stores that hold these images and their copies, and what each holds of them."""
     found: dict[str, tuple[Store, list[StoredImage | Part]]] = {}
-    wanted = [image.striped for image in images]
-    if copies:
-        wanted += [copy for image in images for copy in image.copies]
-    for image in wanted:
+    tiers = [image.striped for image in images]
+    tiers += [copy for image in images for copy in image.copies]
+    for image in tiers:
         for share in image.shares:
             assert share.store is not None, "images that are served are whole"
             assert share.holding is not None, "and committed"

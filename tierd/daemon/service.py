@@ -32,6 +32,7 @@ from tierd.daemon.hub import Hub
 from tierd.daemon.jobs import Board
 from tierd.daemon.plane import DataPlane
 from tierd.daemon.scrub import Scrubber
+from tierd.daemon.steering import Steering
 from tierd.errors import TierdError
 from tierd.io import _core
 
@@ -86,16 +87,18 @@ class Daemon:
     Attributes:
         plane: stores, images and pumps.
         attach: the engine socket's server, and its clients.
+        steering: the controller's eyes and mouth.
         catalog: history.
-        jobs: long work.
-        hub: who listens to events.
         scrubber: checks every page in the background.
         watchdog: sees whether the threads still turn.
+        jobs: long work.
+        hub: who listens to events.
     """
 
     plane: DataPlane
     scrubber: Scrubber
     attach: AttachServer
+    steering: Steering
     catalog: Catalog
     jobs: Board
     watchdog: Any = None
@@ -135,19 +138,25 @@ class Daemon:
             await self._start(stack)
             watcher = loop.create_task(self._watch())
             stack.push_async_callback(_cancel, watcher)
+            tasks = {watcher}
+            if self.settings.controller.mode != "off":
+                steering = loop.create_task(self.steering.run())
+                stack.push_async_callback(_cancel, steering)
+                tasks.add(steering)
             stack.push_async_callback(_cancel, loop.create_task(self._beat()))
             systemd.notify(f"READY=1\nSTATUS={self._summary()}")
             stack.push_async_callback(_cancel, loop.create_task(self._tell_systemd()))
             if on_ready is not None:
                 on_ready()
             stopped = loop.create_task(stop.wait())
-            # The watcher ends only by a programming fault, which stops the process.
-            await asyncio.wait({stopped, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            # These tasks end only by a programming fault, which stops the process.
+            await asyncio.wait({stopped, *tasks}, return_when=asyncio.FIRST_COMPLETED)
             systemd.notify("STOPPING=1")
             log.info("stopping", clients=len(self.attach.clients))
-            if watcher.done():
-                stopped.cancel()
-                watcher.result()
+            for task in tasks:
+                if task.done():
+                    stopped.cancel()
+                    task.result()
         log.info("stopped", left=self.attach.left, reads_in_flight=self.plane.stuck)
 
     def reload(self) -> None:
@@ -210,12 +219,12 @@ class Daemon:
         stack.callback(self.catalog.close)
         self.plane = await asyncio.to_thread(DataPlane.open, settings)
         stack.push_async_callback(asyncio.to_thread, self.plane.close)
-        self.jobs = Board(self.catalog)
-        stack.push_async_callback(asyncio.to_thread, self.jobs.close)
         self.scrubber = Scrubber(self.plane, settings.io, paths.state_dir)
         stack.callback(self._take_from_scrub)  # the last findings, once it has stopped
         stack.push_async_callback(asyncio.to_thread, self.scrubber.stop)
         stack.callback(self._start_watchdog().stop)
+        self.jobs = Board(self.catalog)
+        stack.push_async_callback(asyncio.to_thread, self.jobs.close)
 
         engine = self._listen(
             paths.engine_socket, socket.SOCK_SEQPACKET, settings.engine.socket_mode
@@ -228,6 +237,7 @@ class Daemon:
             settings, self.plane, self.catalog, boot_id=self.identity.boot_id
         )
         stack.callback(self._record_stop)
+        self.steering = Steering(settings.controller, self.plane, self.attach, self.catalog)
         self.attach.start(engine)
         stack.push_async_callback(self._stop_attach)
         api = self._make_api(self)

@@ -18,6 +18,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Self
 
 from tierd.errors import AttachError
+from tierd.gpu import caches, tracing
 from tierd.gpu.keeper import Keeper
 from tierd.gpu.link import Link
 from tierd.gpu.tables import TableOptions, by_names, move_quotas
@@ -51,6 +52,8 @@ class Client:
         self._channel = channel
         self._images = tuple(images)
         self._tables = tables
+        self._pid = os.getpid()
+        self._recorder: tracing.Recorder | None = None
         # Also when the engine ends without a close: the daemon then knows that it was no accident.
         self._finalizer = weakref.finalize(self, keeper.close)
 
@@ -151,6 +154,10 @@ class Client:
             "rank": rank,
             "world": world,
             "expected_ranks": expected_ranks,
+            "caches": [
+                {"sets": part.sets, "row_bytes": part.row_bytes, "ways": part.quotas}
+                for part in caches.plan([image.table for image in images], cache_rows)
+            ],
             "images": [
                 {"image_id": f"{image.image_id:016x}", "generation": image.generation}
                 for image in images
@@ -164,7 +171,16 @@ class Client:
         for table in tables.values():
             if isinstance(table, TableClient):  # a GPU rings no pump
                 keeper.on_rewake(table.rewaker())
-        return cls(keeper, channel, images, tables)
+        client = cls(keeper, channel, images, tables)
+        client.record(tracing.recorder(images, engine))
+        return client
+
+    def record(self, recorder: tracing.Recorder | None) -> None:
+        """Let a recorder note every kick of the CPU twins from now on, until the client closes."""
+        self._recorder = recorder
+        for table in self._tables.values():
+            if isinstance(table, TableClient):
+                table.recorder = recorder
 
     def table(self, name: str) -> Table:
         """Return a table by its name, such as ``layers.1.engram``, or by ``model/table``.
@@ -220,6 +236,8 @@ class Client:
         """
         for table in self._tables.values():
             table.close()
+        if self._recorder is not None and os.getpid() == self._pid:
+            self._recorder.close()
         self._finalizer()
         self._channel = None  # its memory goes now, not when this object does
 

@@ -1,9 +1,9 @@
 """The background: predict, select and move, each on its own stream, two events a layer.
 
-    engine's stream, layer l of step t           background
-    qkv of both rows                  ready ---> score by the draft's query      (predict stream)
-    await_moved(l): step t-1's            \\      select and plan                 (select stream)
-    append, attention             attended ----> write back, transfer, `moved`   (move stream)
+    engine's stream, layer l of step t        background
+    queries of both rows            ready --> score by the draft's query (predict), select (select)
+    await_moved(l): of step t-1
+    append, attention            attended --> write back, transfer (move), event `moved`
     the rest of the layer
 
 Two of these events are the contract with the engine: `attended` lets transfers overwrite pages,

@@ -59,10 +59,7 @@ def _subclass(module: Any, stock: Any) -> type[nn.Module]:
             """Rows of ids that this rank owns, +0 for others, before the table's scale; bf16."""
             shape = (*input_ids.shape, self.embedding_dim)
             output = self.allocate_output(shape, input_ids.device) if out is None else out
-            if tuple(output.shape) != shape or output.dtype != torch.bfloat16:
-                raise ValueError(
-                    f"invalid PLE output: {tuple(output.shape)} of {output.dtype}, not {shape}"
-                )
+            _check_output(output, shape)
             ids = input_ids.long()
             with or_exit():
                 self.tierd.kick(ids)
@@ -91,6 +88,18 @@ def _subclass(module: Any, stock: Any) -> type[nn.Module]:
 
     TierdHostEmbedding.__qualname__ = TierdHostEmbedding.__name__ = stock.__name__
     return TierdHostEmbedding
+
+
+def _check_output(output: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Refuse what the stock gather refuses.
+
+    Raises:
+        ValueError: another shape or dtype.
+    """
+    if tuple(output.shape) != shape or output.dtype != torch.bfloat16:
+        raise ValueError(
+            f"invalid PLE output: {tuple(output.shape)} of {output.dtype}, not {shape}"
+        )
 
 
 def _on_meta(shape: Any, dtype: torch.dtype, **_: Any) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tierd.errors import HookError
-from tierd.hook import attach, settings
+from tierd.hook import attach, autostart, settings
 from tierd.hook.sglang import guards
 from tierd.types import TableKind
 
@@ -60,6 +60,7 @@ class ServedTable:
         dim: values of a row.
         first, end: the rows that this rank owns.
         device: where ids and rows are.
+        on_gpu: whether the GPU path serves it, rather than its twin on the CPU.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class ServedTable:
         self.dim = dim
         self.first, self.end = owned
         self.device = device
+        self.on_gpu = device.type == "cuda"
         self.tested = False
         self._table: Any = None
         self._attached: attach.AttachedTables | None = None
@@ -104,7 +106,7 @@ class ServedTable:
         """
         if self._table is None or ids.numel() == 0 or self.first == self.end:
             return
-        if self.device.type == "cuda":
+        if self.on_gpu:
             self._table.kick(ids)
             return
         assert self._attached is not None
@@ -130,7 +132,7 @@ class ServedTable:
             )
         if self.first == self.end:
             out.zero_()
-        elif self.device.type == "cuda":
+        elif self.on_gpu:
             self._table.gather(ids, out)
         else:
             self._gather_on_cpu(ids, out)
@@ -178,18 +180,18 @@ class Rank:
         """
         if self.attached is not None:
             return
-        device = self.tables[0].device
         options: dict[str, Any] = {}
-        if device.type == "cuda":
+        if self.tables[0].on_gpu:
             from tierd.gpu.tables import TableOptions  # noqa: PLC0415 - only where there is a GPU
 
             names = {spec.layer: image.name for spec, image in self._pairs()}
             ranges = {names[t.layer]: (t.first, t.end) for t in self.tables if t.layer in names}
-            options["options"] = TableOptions(device=str(device), row_ranges=ranges)
+            options["options"] = TableOptions(device=str(self.tables[0].device), row_ranges=ranges)
             options["rows_max"] = _rows_max(self.kind)
         self.attached = attach.attach_found(self.found, self.settings, _who(), **options)
         for table in self.tables:
             table.bind(self.attached)
+            autostart.note_replaced()
 
     def spec(self, table: ServedTable) -> TableSpec:
         """Return what the checkpoint, or the image, says of a table.

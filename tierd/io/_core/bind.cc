@@ -99,6 +99,6 @@ NB_MODULE(_native, m) {
     tierd::bind_channel(m);
     tierd::bind_twin(m);
     tierd::bind_sim(m);
-    tierd::bind_probe(m);
     tierd::bind_watchdog(m);
+    tierd::bind_probe(m);
 }

@@ -482,13 +482,6 @@ class SimDevice:
 
     def restore(self, snapshot: SimSnapshot) -> None: ...
 
-def probe_reads(fd: int, *, pages: int, depth: int, seconds: float, seed: int) -> dict:
-    """
-    Read random pages of [0, pages) with `depth` reads in flight for `seconds`, by the same
-    readers as a pump. Returns reads, errors, first_error (errno; 0 for a short read),
-    seconds, p50_us, p99_us, transport and reason (why not io_uring).
-    """
-
 class Watchdog:
     """
     A native thread that sees whether pumps and the event loop still turn.
@@ -511,3 +504,10 @@ class Watchdog:
 
     def stop(self) -> None:
         """Idempotent."""
+
+def probe_reads(fd: int, *, pages: int, depth: int, seconds: float, seed: int) -> dict:
+    """
+    Read random pages of [0, pages) with `depth` reads in flight for `seconds`, by the same
+    readers as a pump. Returns reads, errors, first_error (errno; 0 for a short read),
+    seconds, p50_us, p99_us, transport and reason (why not io_uring).
+    """
