@@ -104,7 +104,6 @@ async def serving(device: Path, directory: Path, **overrides: Any) -> AsyncItera
         daemon.scrubber = Scrubber(daemon.plane, daemon.settings.io, directory)
         daemon.jobs = Board(daemon.catalog)
         stack.callback(daemon.jobs.close)
-        daemon.scrubber = Scrubber(daemon.plane, daemon.settings.io, directory)
         daemon.attach = AttachServer(daemon.settings, daemon.plane, daemon.catalog, boot_id="boot")
         daemon.steering = Steering(
             daemon.settings.controller, daemon.plane, daemon.attach, daemon.catalog
