@@ -169,7 +169,7 @@ def cpu_s(pid: int) -> float:
 
 def fuzz(quick: bool, directory: Path) -> list[dict[str, Any]]:
     """Schemathesis against a live daemon's own OpenAPI document."""
-    found = schemathesis(directory, examples=2 if quick else 150)
+    found = schemathesis(directory, examples=2 if quick else 330)
     common = {"repeats": 1, "spread": "none: a count", "detail": found}
     return [
         {"id": "operator.schemathesis_cases", "value": found["cases"], "unit": "cases", **common},
