@@ -183,20 +183,22 @@ class Client:
         client = cls(keeper, channel, images, tables)
         client.record(tracing.recorder(images, engine))
         _skip_unseen(client, link.lossy)
-        if options.hint_pages:
-            for number, image in enumerate(images):
-                ring = len(images) + number
-                hints = HintRing(
-                    channel,
-                    ring,
-                    link.wake_fd,
-                    rows=image.table.rows,
-                    per_page=image.rows_per_page,
-                    pages=options.hint_pages,
-                )
-                client._hints[image.name] = hints
-                keeper.on_rewake(hints.rewake)
+        client._add_hints(link, options.hint_pages)
         return client
+
+    def _add_hints(self, link: Link, pages: int) -> None:
+        """Make a ring of hints for each image, behind the rings of the tables; 0 pages: none."""
+        for number, image in enumerate(self._images) if pages else ():
+            hints = HintRing(
+                self._channel,
+                len(self._images) + number,
+                link.wake_fd,
+                rows=image.table.rows,
+                per_page=image.rows_per_page,
+                pages=pages,
+            )
+            self._hints[image.name] = hints
+            self.keeper.on_rewake(hints.rewake)
 
     def record(self, recorder: tracing.Recorder | None) -> None:
         """Let a recorder note every kick of the CPU twins from now on, until the client closes."""
