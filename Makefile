@@ -2,7 +2,34 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := all
-.PHONY: all setup build stubs lint test demo packages bench bench-controller bench-gpu bench-report gpu-test sanitizers sim sim-soak sim-mutants crash clean
+# Every target is a command but those that begin with a dot.
+.PHONY: all \
+	bench \
+	bench-controller \
+	bench-gpu \
+	bench-kv \
+	bench-life \
+	bench-operator \
+	bench-report \
+	bench-sglang \
+	bench-storage \
+	build \
+	chaos \
+	clean \
+	crash \
+	demo \
+	gpu-test \
+	lab \
+	lint \
+	packages \
+	sanitizers \
+	setup \
+	sim \
+	sim-mutants \
+	sim-soak \
+	stubs \
+	test \
+	test-sglang
 
 all: lint test
 
@@ -29,7 +56,19 @@ lint: build
 	.venv/bin/mypy
 
 test: build
-	$(PY) -m pytest
+	$(PY) -m pytest -m "not lab"
+
+# Loop devices, broken disks: as root; skips by name elsewhere.
+lab: build
+	$(PY) -m pytest -m lab tests
+
+# SGLang's real modules, both releases, in environments of their own (.venv-sglang).
+.venv-sglang/.ready: .venv/.built tests/engines/sglang/requirements.txt tools/sglang_venvs.sh
+	tools/sglang_venvs.sh
+test-sglang: .venv-sglang/.ready
+	$(PY) -m pytest tests/engines/sglang
+bench-sglang: .venv-sglang/.ready
+	$(PY) -m bench.sglang
 
 demo: build
 	$(PY) -m tierd.cli demo
@@ -40,6 +79,11 @@ packages: .venv/.ready
 
 sanitizers: .venv/.ready
 	tools/sanitizers.sh
+
+# Daemons and engines are killed while rows are compared (docs/operating/failures.md). By hand:
+# python -m tests.chaos --kills 1000 --tokens is the soak, --seed and --case replay.
+chaos: build
+	$(PY) -m tests.chaos
 
 # The simulator (docs/simulator.md): SEED=N replays one run.
 SEEDS ?= 10000
@@ -62,6 +106,17 @@ gpu-test: build
 	TRITON_INTERPRET=0 $(PY) -m pytest tests/gpu -m gpu
 bench-gpu: build
 	$(PY) -m bench.gpu
+# A few minutes on the CPU; the GPU part is `python -m bench.kv_gpu` (docs/kv.md).
+bench-kv: build
+	$(PY) -m bench.kv
+# Needs root, for a loop device; `python -m bench.storage --only PART...` runs a part.
+bench-storage: build
+	$(PY) -m bench.storage
+bench-life: build
+	$(PY) -m bench.life
+# --quick tries it; the parts that take times want a machine that does nothing else.
+bench-operator: build
+	$(PY) -m bench.operator
 bench-report: build
 	$(PY) -m bench.report
 

@@ -97,9 +97,10 @@ constexpr std::uint32_t kPages = 1000;
 constexpr std::uint64_t kWindow = 1'000'000;
 
 struct Rig {
-    explicit Rig(std::uint32_t first_sequence = 0, std::uint32_t arena_pages = 128)
+    explicit Rig(std::uint32_t first_sequence = 0, std::uint32_t arena_pages = 128,
+                 std::uint32_t flags = 0)
         : channel(std::make_shared<Channel>(0, 1, Channel::ClientId{},
-                                            std::vector<RingSpec>{{16, arena_pages, 0, 0}})),
+                                            std::vector<RingSpec>{{16, arena_pages, 0, flags}})),
           client(channel, 0, -1, 0, first_sequence) {
         table.key = {7, 1};
         table.geometry = make_geometry(264, std::uint64_t{kPages} * rows_per_page(264));
@@ -216,6 +217,21 @@ void a_wild_doorbell_heals() {
         CHECK(rig.ring->counters.jumps == 1);
         CHECK(!rig.ring->has_news());
     }
+}
+
+void a_doorbell_that_goes_back_waits() {
+    Rig rig;
+    for (std::uint32_t i = 1; i <= 3; ++i) rig.publish({i});
+    rig.ring->accept(0);
+    rig.issue_all();
+    store_release(rig.control().doorbell.value, 1);
+    CHECK(!rig.ring->has_news());
+    rig.ring->accept(0);  // as if it had gone back between the two looks; 2^32 steps lie behind it
+    for (std::uint32_t i = 1; i <= 3; ++i) rig.land(i);
+    CHECK(rig.done() == 3);
+    CHECK(rig.ring->has_news());
+    rig.ring->accept(0);
+    CHECK(rig.ring->counters.jumps == 1);
 }
 
 void the_order_is_by_deadline() {
@@ -504,6 +520,22 @@ void removal_answers_everything() {
     CHECK(rig.done() == 6);
 }
 
+void removal_leaves_the_rest_to_a_guardian() {
+    Rig rig(0, 128, kRingFlagGuarded);
+    for (std::uint32_t i = 0; i < 4; ++i) rig.publish({i, i});
+    rig.ring->accept(0);
+    rig.issue(2);  // one whole request and half of the next are under way
+    rig.issue(1);
+    rig.ring->close();
+    rig.land(1);
+    rig.land(2);
+    rig.ring->cancel_rest();
+    CHECK(!rig.ring->serving());
+    CHECK(rig.done() == 1 && rig.status(1) == Status::ok);
+    CHECK(rig.status(2) == Status::none);  // half of it was never read
+    CHECK(rig.ring->counters.answered[static_cast<int>(Status::cancelled)] == 0);
+}
+
 }  // namespace
 
 int main() {
@@ -512,6 +544,7 @@ int main() {
     RUN(requests_are_answered_in_order);
     RUN(nonsense_is_refused_and_only_that);
     RUN(a_wild_doorbell_heals);
+    RUN(a_doorbell_that_goes_back_waits);
     RUN(the_order_is_by_deadline);
     RUN(a_failed_request_stops_reading_and_holds_its_place);
     RUN(a_taken_ring_is_drained_before_it_says_so);
@@ -523,5 +556,6 @@ int main() {
     RUN(a_failure_is_seen_once_and_only_if_nobody_could);
     RUN(a_sleeping_client_is_woken);
     RUN(removal_answers_everything);
+    RUN(removal_leaves_the_rest_to_a_guardian);
     return 0;
 }

@@ -31,6 +31,7 @@ from tierd.daemon.attach import AttachServer
 from tierd.daemon.hub import Hub
 from tierd.daemon.jobs import Board
 from tierd.daemon.plane import DataPlane
+from tierd.daemon.scrub import Scrubber
 from tierd.daemon.steering import Steering
 from tierd.errors import TierdError
 from tierd.io import _core
@@ -88,12 +89,14 @@ class Daemon:
         attach: the engine socket's server, and its clients.
         steering: the controller's eyes and mouth.
         catalog: history.
+        scrubber: checks every page in the background.
         watchdog: sees whether the threads still turn.
         jobs: long work.
         hub: who listens to events.
     """
 
     plane: DataPlane
+    scrubber: Scrubber
     attach: AttachServer
     steering: Steering
     catalog: Catalog
@@ -168,6 +171,7 @@ class Daemon:
         else:
             self.settings = self.attach.settings = found.settings
             logging.setup(found.settings.log.level, found.settings.log.format)
+            self.scrubber.configure(found.settings.io)
             log.info("reloaded", changed=found.changed, after_restart=found.waiting)
             details = {"changed": found.changed, "after_restart": found.waiting}
             self.catalog.record("reloaded", self.identity.boot_id, **details)
@@ -215,6 +219,9 @@ class Daemon:
         stack.callback(self.catalog.close)
         self.plane = await asyncio.to_thread(DataPlane.open, settings)
         stack.push_async_callback(asyncio.to_thread, self.plane.close)
+        self.scrubber = Scrubber(self.plane, settings.io, paths.state_dir)
+        stack.callback(self._take_from_scrub)  # the last findings, once it has stopped
+        stack.push_async_callback(asyncio.to_thread, self.scrubber.stop)
         stack.callback(self._start_watchdog().stop)
         self.jobs = Board(self.catalog)
         stack.push_async_callback(asyncio.to_thread, self.jobs.close)
@@ -238,6 +245,7 @@ class Daemon:
         stack.push_async_callback(api.stop)
         stack.callback(self.hub.close)
         self._announce()
+        self.scrubber.start()
 
     def _start_watchdog(self) -> Any:
         daemon = self.settings.daemon
@@ -309,12 +317,23 @@ class Daemon:
         while True:
             await asyncio.sleep(WATCH_S)
             await self._look_for_failures()
+            self._take_from_scrub()
             if self.catalog.degraded != degraded:
                 degraded = self.catalog.degraded
                 if degraded:
                     log.warning("history is not being kept", reason=degraded)
                 else:
                     log.info("history is being kept again", lost=self.catalog.lost)
+
+    def _take_from_scrub(self) -> None:
+        """Record what the scrub has found and finished since the last look."""
+        findings, finished = self.scrubber.take()
+        for finding in findings:
+            details = {"page": finding.page, "fault": finding.fault, "device": finding.device}
+            log.error("damage found", image=finding.image, **details)
+            self.catalog.record("damaged", finding.image, **details)
+        for name in finished:
+            self.catalog.record("scrubbed", name, bad_pages=self.scrubber.bad_pages(name))
 
     async def _look_for_failures(self) -> None:
         """Record requests that the pumps answered with a failure since the last look."""

@@ -163,7 +163,7 @@ bool Pump::look_at_requests(ServerRing& ring, std::uint64_t now_ns) {
 }
 
 void Pump::reschedule(ServerRing& ring) {
-    if (ring.serving() && ring.issuing() != nullptr)
+    if (ring.serving() && !ring.closing() && ring.issuing() != nullptr)
         heap_.put(&ring);
     else
         heap_.remove(&ring);

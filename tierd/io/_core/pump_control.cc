@@ -416,7 +416,10 @@ void Pump::add_ring(std::uint32_t channel, std::uint32_t ring, std::uint32_t tab
     require(ring_count_ < kPumpRingsMax,
             "a pump serves at most " + std::to_string(kPumpRingsMax) + " rings");
     RingView view(owner.base, owner.header.total_bytes, owner.header.rings[ring]);
-    if ((view.flags & kRingFlagHint) != 0) view.arena_d = owner.make_staging(view.arena_pages);
+    if ((view.flags & kRingFlagHint) != 0) {
+        require(!options_.guardian, "a guardian serves no hints");
+        view.arena_d = owner.make_staging(view.arena_pages);
+    }
     auto made = std::make_unique<ServerRing>(
         view, served->second.get(), options_.guardian ? Owner::guardian : Owner::daemon);
     made->channel = channel;

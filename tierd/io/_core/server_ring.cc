@@ -93,13 +93,19 @@ void ServerRing::lose() {
 bool ServerRing::has_news() const {
     if (!serving_ || closing_ || yielding_) return false;
     const std::uint32_t doorbell = load_acquire(view_.control->doorbell.value);
+    return is_news(doorbell);
+}
+
+bool ServerRing::is_news(std::uint32_t doorbell) const {
     // A doorbell that went back, or ahead of what a ring can hold, has to wait: what is being
     // served is finished first.
-    return doorbell != accepted_ && (doorbell - done_ <= kRingDepth || accepted_ == done_);
+    const std::uint32_t ahead = doorbell - done_, taken = accepted_ - done_;
+    return ahead != taken && (taken == 0 || (ahead <= kRingDepth && ahead > taken));
 }
 
 void ServerRing::accept(std::uint64_t now_ns) {
     const std::uint32_t doorbell = load_acquire(view_.control->doorbell.value);
+    if (!is_news(doorbell)) return;  // it has changed since has_news()
     if (doorbell - done_ > kRingDepth) {
         // Nonsense, or the client would be within a ring's depth. The ring goes on at the doorbell,
         // and what the descriptors before it hold gets its refusals like any other request.
@@ -251,6 +257,7 @@ void ServerRing::wake_waiter() {
 void ServerRing::close() {
     if (closing_) return;
     closing_ = true;
+    if (others_go_on()) return;  // what is not read as a whole is theirs
     for (std::uint32_t s = done_ + 1; s != accepted_ + 1; ++s) {
         ServerRequest& q = requests_[s % kRingDepth];
         if (q.issued < q.limit) fail(q, Status::cancelled);
@@ -261,7 +268,7 @@ void ServerRing::close() {
 void ServerRing::cancel_rest() {
     if (!serving_) return;
     complete();
-    if (role_ == Owner::guardian || (view_.flags & kRingFlagGuarded) != 0) {
+    if (others_go_on()) {
         serving_ = false;
         return;
     }

@@ -104,6 +104,7 @@ class ServerRing {
         return now.owner == static_cast<std::uint32_t>(role_) && now.epoch == epoch_;
     }
     bool serving() const { return serving_; }
+    bool closing() const { return closing_; }
     std::uint32_t epoch() const { return epoch_; }  // under which it is served
     // The ring was taken: nothing more is submitted or answered. Call adopt() again and again once
     // in_flight is 0.
@@ -178,6 +179,11 @@ class ServerRing {
     RingWatch watch;  // the guardian's
 
   private:
+    // Whether another server answers what this one leaves.
+    bool others_go_on() const {
+        return role_ == Owner::guardian || (view_.flags & kRingFlagGuarded) != 0;
+    }
+    bool is_news(std::uint32_t doorbell) const;
     void start_at(std::uint32_t base);
     void start_behind_answers();
     void take_in(std::uint32_t sequence, std::uint64_t now_ns);
