@@ -117,12 +117,6 @@ bench-life: build
 # --quick tries it; the parts that take times want a machine that does nothing else.
 bench-operator: build
 	$(PY) -m bench.operator
-# --quick tries it; the parts that take times want a machine that does nothing else.
-bench-operator: build
-	$(PY) -m bench.operator
-# Needs root, for a loop device; `python -m bench.storage --only PART...` runs a part.
-bench-storage: build
-	$(PY) -m bench.storage
 bench-report: build
 	$(PY) -m bench.report
 

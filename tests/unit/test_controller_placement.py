@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierd.controller.curves import MissCurve
@@ -81,6 +81,7 @@ def test_layer_0_has_no_window() -> None:
     assert "layer 0" in one.warnings[0]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.floats(0, 10), st.floats(0, 3000)), min_size=1, max_size=5),
     st.booleans(),
@@ -155,6 +156,7 @@ def test_missing_rows_share_few_pages() -> None:
     assert distinct_pages(np.array(1e9), 1000.0) == pytest.approx(1000)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 999), max_size=200), st.lists(st.integers(0, 999), max_size=50))
 def test_seen_sets(ids: list[int], asked: list[int]) -> None:
     bits = empty(1000)

@@ -9,7 +9,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench import splits
@@ -224,6 +224,7 @@ def test_little_seen_is_a_reason_to_wait() -> None:
     assert "too little seen" in decision.reason
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.lists(st.floats(0, 1), min_size=3, max_size=3), min_size=2, max_size=4),
     st.lists(st.floats(0, 12), min_size=4, max_size=4),

@@ -64,7 +64,7 @@ def sessions(path: Path, steps: int = 300, model: str = "v41") -> Path:
     return write(path, kicks, model)
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(
         st.tuples(
@@ -168,6 +168,7 @@ def lru_hits(ids: list[int], counted: list[bool], size: int) -> float:
 lookups = st.lists(st.tuples(st.integers(0, 30), st.booleans()), min_size=1, max_size=200)
 
 
+@settings(deadline=None)
 @given(lookups, st.integers(1, 40))
 def test_lru_is_lru(pairs: list[tuple[int, bool]], size: int) -> None:
     ids, counted = np.array([p[0] for p in pairs]), np.array([p[1] for p in pairs])
@@ -178,6 +179,7 @@ def test_lru_is_lru(pairs: list[tuple[int, bool]], size: int) -> None:
         assert np.isnan(found)
 
 
+@settings(deadline=None)
 @given(lookups, st.integers(1, 40), st.sampled_from(["clock", "s3fifo"]))
 def test_no_policy_hits_what_it_cannot(
     pairs: list[tuple[int, bool]], size: int, policy: str
