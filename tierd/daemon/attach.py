@@ -49,6 +49,7 @@ DRAIN_LOOK_S = 0.005
 # A device that does not answer may hold a client's reads for long, so workers wait in turns.
 DETACH_MS = 50
 DETACH_LOOK_S = 0.2
+HANG_LOOKS = 10  # before the log says so
 REFUSALS_MAX = 16
 
 
@@ -434,13 +435,13 @@ class _Session:
     async def _let_go(self, client: AttachedClient) -> bool:
         """Detach once the device has answered; False if the daemon stops before that."""
         server, loop = self._server, asyncio.get_running_loop()
-        noticed = False
+        looks = 0
         while not await loop.run_in_executor(
             server.workers, server.plane.detach, client.attached, DETACH_MS
         ):
-            if not noticed:
+            looks += 1
+            if looks == HANG_LOOKS:
                 log.warning("a client has gone and its reads hang", **_who(client))
-                noticed = True
             if server.give_up:
                 return False
             await asyncio.sleep(DETACH_LOOK_S)
