@@ -2,7 +2,30 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := all
-.PHONY: all setup build stubs lint test demo packages bench bench-gpu bench-report gpu-test sanitizers sim sim-soak sim-mutants crash clean
+# Every target is a command but those that begin with a dot.
+.PHONY: all \
+	bench \
+	bench-controller \
+	bench-gpu \
+	bench-report \
+	bench-sglang \
+	bench-storage \
+	build \
+	clean \
+	crash \
+	demo \
+	gpu-test \
+	lab \
+	lint \
+	packages \
+	sanitizers \
+	setup \
+	sim \
+	sim-mutants \
+	sim-soak \
+	stubs \
+	test \
+	test-sglang
 
 all: lint test
 
@@ -29,7 +52,19 @@ lint: build
 	.venv/bin/mypy
 
 test: build
-	$(PY) -m pytest
+	$(PY) -m pytest -m "not lab"
+
+# Loop devices, broken disks: as root; skips by name elsewhere.
+lab: build
+	$(PY) -m pytest -m lab tests
+
+# SGLang's real modules, both releases, in environments of their own (.venv-sglang).
+.venv-sglang/.ready: .venv/.built tests/engines/sglang/requirements.txt tools/sglang_venvs.sh
+	tools/sglang_venvs.sh
+test-sglang: .venv-sglang/.ready
+	$(PY) -m pytest tests/engines/sglang
+bench-sglang: .venv-sglang/.ready
+	$(PY) -m bench.sglang
 
 demo: build
 	$(PY) -m tierd.cli demo
@@ -54,11 +89,17 @@ crash: build
 
 bench: build
 	$(PY) -m bench.first_light
+# Makes its sessions once; takes a quarter of an hour.
+bench-controller: build
+	$(PY) -m bench.controller
 # Both need a CUDA GPU.
 gpu-test: build
 	TRITON_INTERPRET=0 $(PY) -m pytest tests/gpu -m gpu
 bench-gpu: build
 	$(PY) -m bench.gpu
+# Needs root, for a loop device; `python -m bench.storage --only PART...` runs a part.
+bench-storage: build
+	$(PY) -m bench.storage
 bench-report: build
 	$(PY) -m bench.report
 

@@ -16,10 +16,11 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from sqlite_utils import Database
-
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+    from sqlite_utils import Database
 
 QUEUE_MAX = 1024
 READ_MAX = 1000
@@ -34,7 +35,10 @@ class Catalog:
     Attributes:
         degraded: why history is not being kept, "" while it is.
         lost: events that could not be written.
+        listener: told of every event, in the writer's thread, with its id (0 if it was lost).
     """
+
+    listener: Callable[[dict[str, Any]], None] | None = None
 
     def __init__(self, path: Path, *, events_max: int = 100_000) -> None:
         self._path = path
@@ -51,7 +55,7 @@ class Catalog:
         """Keep an event.
 
         Args:
-            kind: started, stopped, staged, attached, detached or failed.
+            kind: one word, such as started, staged, attached, job; docs/operating/rest.md has all.
             subject: the image, client or device that it is about.
             details: JSON-ready values.
         """
@@ -67,15 +71,22 @@ class Catalog:
             self.lost += 1
             self.degraded = f"{self._path}: the disk is too slow: {QUEUE_MAX} events wait"
 
-    def events(self, limit: int = 100, kind: str | None = None) -> list[dict[str, Any]]:
+    def events(
+        self, limit: int = 100, kind: str | None = None, after: int = 0
+    ) -> list[dict[str, Any]]:
         """Return the newest events, newest first; an empty list where history cannot be read.
 
         Opens its own connection, so any thread may call it.
+
+        Args:
+            limit: as many at most.
+            kind: of this kind only.
+            after: with a larger id than this only.
         """
-        query = "select id, time, kind, subject, details from events"
-        values: list[Any] = []
+        query = "select id, time, kind, subject, details from events where id > ?"
+        values: list[Any] = [after]
         if kind is not None:
-            query, values = query + " where kind = ?", [kind]
+            query, values = query + " and kind = ?", [after, kind]
         query += " order by id desc limit ?"
         try:
             uri = f"{self._path.absolute().as_uri()}?mode=ro"
@@ -106,16 +117,19 @@ class Catalog:
             if isinstance(item, threading.Event):
                 item.set()
                 continue
+            number = 0
             try:
-                self._write(item)
+                number = self._write(item)
                 self.degraded = ""
             except (sqlite3.Error, OSError) as error:
                 self.lost += 1
                 self.degraded = f"{self._path}: {error}"
                 self._drop_connection()
+            if self.listener is not None:
+                self.listener({**item, "id": number, "details": json.loads(item["details"])})
         self._drop_connection()
 
-    def _write(self, row: dict[str, Any]) -> None:
+    def _write(self, row: dict[str, Any]) -> int:
         if self._database is not None and _inode(self._path) != self._inode:
             self._drop_connection()  # deleted or replaced under us
         if self._database is None:
@@ -126,6 +140,7 @@ class Catalog:
         newest = self._database.execute("select max(id), min(id) from events").fetchone()
         if newest[0] - newest[1] >= self._events_max + _TRIM_SLACK:
             table.delete_where("id <= ?", [newest[0] - self._events_max])
+        return int(newest[0])
 
     def _open(self) -> Database:
         try:
@@ -155,6 +170,9 @@ def _inode(path: Path) -> int:
 
 
 def _create(path: Path) -> Database:
+    # Imported by the worker, once the daemon is up: it costs as much as all the rest of a start.
+    from sqlite_utils import Database  # noqa: PLC0415
+
     # The worker makes, uses and closes the connection; WAL lets readers in beside it.
     connection = sqlite3.connect(path, timeout=1.0, isolation_level=None)
     try:

@@ -62,6 +62,10 @@ class DeviceBusyError(DeviceError):
     """Another process holds the device."""
 
 
+class NoDeviceError(DeviceError):
+    """The daemon does not have this device."""
+
+
 class DeviceForeignError(DeviceError):
     """The device holds something that tierd did not write."""
 
@@ -122,6 +126,34 @@ class SocketBusyError(DaemonError):
     """Another daemon listens on the socket."""
 
 
+class NoDaemonError(DaemonError):
+    """Nobody listens where a daemon was looked for."""
+
+
+class RestError(DaemonError):
+    """The daemon refused what was asked over REST; the text is its own."""
+
+
+class NoClientError(DaemonError):
+    """No client of this id is attached."""
+
+
+class NoJobError(DaemonError):
+    """The daemon knows no job of this id."""
+
+
+class JobError(DaemonError):
+    """The daemon takes no more jobs now."""
+
+
+class JobFailedError(DaemonError):
+    """A job of the daemon failed or was cancelled; the text is the daemon's."""
+
+
+class JobCancelledError(DaemonError):
+    """Somebody cancelled the job."""
+
+
 class AttachError(DaemonError):
     """The daemon refused a client, or the two do not fit each other."""
 
@@ -130,5 +162,45 @@ class HookError(TierdError):
     """The engine hook cannot serve this engine or model, and refuses to."""
 
 
+class WindowsMissingError(TierdError):
+    """No probe measured a window, or a device's read time, that a decision needs."""
+
+
+class WindowsForeignError(TierdError):
+    """Windows that were measured on another GPU, engine version or model."""
+
+
+class CurveError(TierdError):
+    """A miss curve that cannot be one."""
+
+
+class QuotaError(TierdError):
+    """Quotas that do not fit the ways of a cache, or a cache that does not fit memory."""
+
+
+class PlacementError(TierdError):
+    """No tier takes a table in time and in the room there is."""
+
+
+class TraceError(TierdError):
+    """A trace that cannot be read or written."""
+
+
+class TraceModelError(TraceError):
+    """A trace of another model than the one in question."""
+
+
 class RowError(TierdError):
     """A request failed: its rows could not be read or did not pass their checks."""
+
+
+class KvUnsupportedError(HookError):
+    """A model or KV cache that OasisKV does not serve, by name."""
+
+
+class KvPoolError(TierdError):
+    """A host pool that cannot be made, leased or trusted."""
+
+
+class KvPoolFullError(KvPoolError):
+    """The host pool has no room for a request now; it waits or is preempted."""

@@ -61,7 +61,7 @@ class Engine:
 
     @property
     def takeovers(self) -> int:
-        return int(self.client.keeper.guardian_stats["takeovers"])
+        return self.client.keeper.takeovers
 
     def served_by_daemon(self) -> bool:
         rings = self.client.keeper.guardian_stats["rings"]

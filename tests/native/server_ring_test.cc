@@ -97,9 +97,10 @@ constexpr std::uint32_t kPages = 1000;
 constexpr std::uint64_t kWindow = 1'000'000;
 
 struct Rig {
-    explicit Rig(std::uint32_t first_sequence = 0, std::uint32_t arena_pages = 128)
+    explicit Rig(std::uint32_t first_sequence = 0, std::uint32_t arena_pages = 128,
+                 std::uint32_t flags = 0)
         : channel(std::make_shared<Channel>(0, 1, Channel::ClientId{},
-                                            std::vector<RingSpec>{{16, arena_pages, 0, 0}})),
+                                            std::vector<RingSpec>{{16, arena_pages, 0, flags}})),
           client(channel, 0, -1, 0, first_sequence) {
         table.key = {7, 1};
         table.geometry = make_geometry(264, std::uint64_t{kPages} * rows_per_page(264));
@@ -504,6 +505,22 @@ void removal_answers_everything() {
     CHECK(rig.done() == 6);
 }
 
+void removal_leaves_the_rest_to_a_guardian() {
+    Rig rig(0, 128, kRingFlagGuarded);
+    for (std::uint32_t i = 0; i < 4; ++i) rig.publish({i, i});
+    rig.ring->accept(0);
+    rig.issue(2);  // one whole request and half of the next are under way
+    rig.issue(1);
+    rig.ring->close();
+    rig.land(1);
+    rig.land(2);
+    rig.ring->cancel_rest();
+    CHECK(!rig.ring->serving());
+    CHECK(rig.done() == 1 && rig.status(1) == Status::ok);
+    CHECK(rig.status(2) == Status::none);  // half of it was never read
+    CHECK(rig.ring->counters.answered[static_cast<int>(Status::cancelled)] == 0);
+}
+
 }  // namespace
 
 int main() {
@@ -523,5 +540,6 @@ int main() {
     RUN(a_failure_is_seen_once_and_only_if_nobody_could);
     RUN(a_sleeping_client_is_woken);
     RUN(removal_answers_everything);
+    RUN(removal_leaves_the_rest_to_a_guardian);
     return 0;
 }

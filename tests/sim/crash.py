@@ -1,9 +1,9 @@
 """Stop at every write and every flush of a staging, a deletion and a placement change.
 
-For each operation the device is set back to one starting point, the power goes right before write
-or flush number k, for every k, and the unflushed writes meet each of several fates. Then a daemon
-starts: the store must be in one of the states that the operation leads through, every image whole;
-and the operation, done again, must succeed.
+For each operation the devices are set back to one starting point, the power goes right before write
+or flush number k of any of them, for every k, and the unflushed writes meet each of several fates.
+Then a daemon starts: the stores must be in one of the states that the operation leads through,
+every image whole; and the operation, done again, must succeed.
 
     python -m tests.sim.crash
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import multiprocessing
 import random
 from typing import TYPE_CHECKING
 
@@ -24,12 +25,14 @@ from tierd.io.device import PAGE_BYTES
 from tierd.io.layout import Areas
 from tierd.io.simulated import PowerCut, SimulatedHost
 from tierd.io.store import Store
+from tierd.io.store_set import StoreSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 LOSSES = ("none", "all", "first", "last", "torn", "random")
-DRAWS = {"torn": 4, "random": 8}  # different outcomes of the losses that are drawn
+# Different outcomes of the losses that are drawn; several devices make more stops.
+DRAWS, DRAWS_STRIPED = {"torn": 4, "random": 8}, {"torn": 2, "random": 4}
 UNITS = 40
 UNIT_PAGES = seams.UNIT_PAGES
 
@@ -39,15 +42,17 @@ class Operation:
     """What is cut off.
 
     Attributes:
-        before: brings a fresh store to where it starts; returns the state.
+        before: brings fresh stores to where it starts; returns the state.
         change: the operation itself.
         states: those it leads through, given the state before; the last is where it ends.
+        devices: how many share the images.
     """
 
     name: str
-    before: Callable[[Store], State]
-    change: Callable[[Store], object]
+    before: Callable[[StoreSet], State]
+    change: Callable[[StoreSet], object]
     states: Callable[[State], list[State]]
+    devices: int = 1
 
 
 @dataclasses.dataclass
@@ -64,11 +69,11 @@ class Tally:
     runs: int = 0
 
 
-def stage(model: str, variant: int) -> Callable[[Store], object]:
+def stage(model: str, variant: int) -> Callable[[Store | StoreSet], object]:
     """Return what stages all tables of a model."""
     source = _source(model, variant)
-    return lambda store: staging.stage(
-        store, source.checkpoint, source.specs, model=model, sample=2
+    return lambda stores: staging.stage(
+        stores, source.checkpoint, source.specs, model=model, sample=2
     )
 
 
@@ -85,135 +90,147 @@ def _staged(state: State, model: str, variant: int) -> list[State]:
     return states
 
 
-def _with_images(store: Store) -> State:
+def _with_images(stores: StoreSet) -> State:
     state = State()
     for model in ("ple", "engram"):
-        stage(model, 0)(store)
+        stage(model, 0)(stores)
         state = _staged(state, model, 0)[-1]
-    for image in store.images:
-        state.images[image.name].identity = (image.info.image_id, image.info.generation)
-    store.set_placement("ple/layers.0.ple", {"tiers": ["disk"], "quota": 8})
+    for image in stores.images:
+        state.images[image.name].identity = image.stored.identity
+    stores.image("ple/layers.0.ple").home.set_placement(
+        "ple/layers.0.ple", {"tiers": ["disk"], "quota": 8}
+    )
     return state.with_placement("ple/layers.0.ple", {"tiers": ["disk"], "quota": 8})
 
 
 def operations() -> list[Operation]:
-    """A first staging, one beside others, a replacement, deletions, placements."""
-    name = "ple/layers.0.ple"
+    """A first staging, one beside others, a replacement, deletions, placements; on several devices.
+
+    An Engram table lies on two devices, the wide table on all of three.
+    """
+    name, striped = "ple/layers.0.ple", "engram/layers.1.engram"
     placement = {"tiers": ["dram"], "quota": 3}
+    empty = "stage two tables on an empty device"
+
+    def place(chosen: dict[str, object] | None) -> Callable[[StoreSet], object]:
+        return lambda stores: stores.image(name).home.set_placement(name, chosen)
+
+    def delete(which: str, *, wipe: bool = False) -> Callable[[StoreSet], object]:
+        return lambda stores: stores.delete(which, wipe=wipe)
+
+    def staged(model: str, variant: int) -> Callable[[State], list[State]]:
+        return lambda state: _staged(state, model, variant)
+
+    def without(which: str) -> Callable[[State], list[State]]:
+        return lambda state: [state.without(which)]
+
+    def placed(chosen: dict[str, object] | None) -> Callable[[State], list[State]]:
+        return lambda state: [state.with_placement(name, chosen)]
+
     return [
+        Operation(empty, lambda _: State(), stage("engram", 0), staged("engram", 0)),
+        Operation("stage beside other images", _with_images, stage("wide", 0), staged("wide", 0)),
+        Operation("replace two tables", _with_images, stage("engram", 1), staged("engram", 1)),
+        Operation("delete", _with_images, delete(name), without(name)),
+        Operation("delete and wipe", _with_images, delete(name, wipe=True), without(name)),
+        Operation("change a placement", _with_images, place(placement), placed(placement)),
+        Operation("drop a placement", _with_images, place(None), placed(None)),
         Operation(
-            "stage two tables on an empty device",
-            lambda _: State(),
-            stage("engram", 0),
-            lambda state: _staged(state, "engram", 0),
+            "stage on three devices", _with_images, stage("wide", 0), staged("wide", 0), devices=3
         ),
         Operation(
-            "stage beside other images",
-            _with_images,
-            stage("wide", 0),
-            lambda state: _staged(state, "wide", 0),
+            "replace on two devices", _with_images, stage("engram", 1), staged("engram", 1), 2
         ),
+        Operation("delete on two devices", _with_images, delete(striped), without(striped), 2),
         Operation(
-            "replace two tables",
+            "delete and wipe on two devices",
             _with_images,
-            stage("engram", 1),
-            lambda state: _staged(state, "engram", 1),
-        ),
-        Operation(
-            "delete",
-            _with_images,
-            lambda store: store.delete_image(name),
-            lambda state: [state.without(name)],
-        ),
-        Operation(
-            "delete and wipe",
-            _with_images,
-            lambda store: store.delete_image(name, wipe=True),
-            lambda state: [state.without(name)],
-        ),
-        Operation(
-            "change a placement",
-            _with_images,
-            lambda store: store.set_placement(name, placement),
-            lambda state: [state.with_placement(name, placement)],
-        ),
-        Operation(
-            "drop a placement",
-            _with_images,
-            lambda store: store.set_placement(name, None),
-            lambda state: [state.with_placement(name, None)],
+            delete(striped, wipe=True),
+            without(striped),
+            devices=2,
         ),
     ]
 
 
 class _Bench:
-    """A machine of one device that can be set back to where an operation starts."""
+    """A machine whose devices can be set back to where an operation starts."""
 
     def __init__(self, operation: Operation) -> None:
         self.operation = operation
         start = Areas.of(8 << 20)
         power = _core.SimPower()
-        self.native = _core.SimDevice(
-            start.data_start + UNITS * seams.UNIT_PAGES * PAGE_BYTES,
-            tables_start=seams.SIZES["RESERVED_BYTES"],
-            data_start=start.data_start,
-            seed=1,
-            power=power,
-        )
-        self.host = SimulatedHost([self.native], power)
+        natives = [
+            _core.SimDevice(
+                start.data_start + UNITS * seams.UNIT_PAGES * PAGE_BYTES,
+                tables_start=seams.SIZES["RESERVED_BYTES"],
+                data_start=start.data_start,
+                seed=1 + number,
+                power=power,
+            )
+            for number in range(operation.devices)
+        ]
+        self.host = SimulatedHost(natives, power)
+
+    def _open(self) -> StoreSet:
+        return StoreSet.open(self.host.paths)
 
     def prepare(self) -> None:
-        """Bring the device to the start, once."""
-        self.path = self.host.paths[0]
-        with Store.format(self.path) as store:
-            self.before = self.operation.before(store)
-            store.device.flush()
-        self.start = self.native.snapshot()
+        """Bring the devices to the start, once."""
+        for path in self.host.paths:
+            Store.format(path).close()
+        with self._open() as stores:
+            self.before = self.operation.before(stores)
+            for store in stores.stores:
+                store.device.flush()
+        self.start = [native.snapshot() for native in self.host.natives]
 
     def count_stops(self) -> int:
         """Writes and flushes of the operation when nothing stops it."""
-        with Store.open(self.path) as store:
+        with self._open() as stores:
             first = self.host.power.operations
-            self.operation.change(store)
+            self.operation.change(stores)
             return int(self.host.power.operations - first)
 
     def cut(self, stop: int, loss: str) -> None:
         """Cut the operation off before write or flush ``stop``; start again; look; do it again."""
-        self.native.restore(self.start)
-        with Store.open(self.path) as store:
+        for native, start in zip(self.host.natives, self.start, strict=True):
+            native.restore(start)
+        with self._open() as stores:
             self.host.power.cut_after(stop)
             try:
-                self.operation.change(store)
+                self.operation.change(stores)
             except PowerCut:
                 pass
             else:
                 raise Violation("crash", f"{self.operation.name} ended before stop {stop}")
         self.host.power_up(_core.SimLoss[loss])
         states = [self.before, *self.operation.states(self.before)]
-        with Store.open(self.path) as store:
-            found = self._state_of(store, states, f"cut before {stop}, {loss}")
+        with self._open() as stores:
+            found = self._state_of(stores, states, f"cut before {stop}, {loss}")
             if found is not states[-1]:
-                self.operation.change(store)
-        with Store.open(self.path) as store:
-            self._state_of(store, states[-1:], f"done again after a cut before {stop}, {loss}")
+                self.operation.change(stores)
+        with self._open() as stores:
+            self._state_of(stores, states[-1:], f"done again after a cut before {stop}, {loss}")
 
-    def _state_of(self, store: Store, states: list[State], when: str) -> State:
+    def _state_of(self, stores: StoreSet, states: list[State], when: str) -> State:
         when = f"{self.operation.name}, {when}"
-        found = next((state for state in states if state.fits(store)), None)
+        found = next((state for state in states if state.fits(stores)), None)
         if found is None:
-            raise Violation("durability", f"{when}: {[image.name for image in store.images]}")
-        used = 0
-        for image in store.images:
+            raise Violation("durability", f"{when}: {[image.name for image in stores.images]}")
+        used = dict.fromkeys((store.uuid for store in stores.stores), 0)
+        for image in stores.images:
             known = found.images[image.name]
-            known.identity = (image.info.image_id, image.info.generation)
+            known.identity = image.stored.identity
             pages = np.empty((image.info.pages, PAGE_BYTES), np.uint8)
-            for page, place in places(image):
-                self.native.peek(place * PAGE_BYTES, pages[page])
+            for page, path, place in places(image):
+                self.host.native_at(path).peek(place * PAGE_BYTES, pages[page])
             if not right_pages(known, pages).all():
                 raise Violation("durability", f"{when}: {image.name} is not whole")
-            used += sum(-(-e.pages // UNIT_PAGES) * UNIT_PAGES for e in image.extents)
-        if store.free_pages != store.capacity_pages - used:
-            raise Violation("leak", f"{when}: {store.free_pages} pages are free")
+            for share in image.shares:
+                used[share.uuid] += sum(-(-e.pages // UNIT_PAGES) for e in share.extents)
+        for store in stores.stores:
+            if store.free_pages != store.capacity_pages - used[store.uuid] * UNIT_PAGES:
+                raise Violation("leak", f"{when}: {store.free_pages} pages are free")
         return found
 
 
@@ -221,6 +238,7 @@ def crash_everywhere(operation: Operation) -> Tally:
     """Cut one operation off at each of its writes and flushes; Violation at the first fault."""
     pool.sources()
     tally = Tally(operation.name)
+    draws = DRAWS if operation.devices == 1 else DRAWS_STRIPED
     with seams.small_sizes():
         bench = _Bench(operation)
     with seams.simulated_machine(bench.host, random.Random(1)):
@@ -228,19 +246,26 @@ def crash_everywhere(operation: Operation) -> Tally:
         tally.stops = bench.count_stops()
         for stop in range(tally.stops):
             for loss in LOSSES:
-                for _ in range(DRAWS.get(loss, 1)):
+                for _ in range(draws.get(loss, 1)):
                     bench.cut(stop, loss)
                     tally.runs += 1
     return tally
 
 
+def _crash_number(number: int) -> Tally:
+    return crash_everywhere(operations()[number])
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run as a command; the exit status is 1 if anything did not hold."""
-    argparse.ArgumentParser(prog="python -m tests.sim.crash").parse_args(arguments)
-    total = 0
-    for tally in map(crash_everywhere, operations()):
-        print(f"{tally.name:<40}{tally.stops:>6} stops{tally.runs:>8} runs", flush=True)
-        total += tally.runs
+    parser = argparse.ArgumentParser(prog="python -m tests.sim.crash")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    options = parser.parse_args(arguments)
+    total, numbers = 0, range(len(operations()))
+    with multiprocessing.get_context("spawn").Pool(options.jobs) as processes:
+        for tally in processes.imap(_crash_number, numbers):
+            print(f"{tally.name:<40}{tally.stops:>6} stops{tally.runs:>8} runs", flush=True)
+            total += tally.runs
     print(f"{total} power cuts, every one survived")
     return 0
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tierd.io import _core
+from tierd.io import _core, layout
 from tierd.io.device import PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tests.sim.pool import Source
-    from tierd.io.store import Store, StoredImage
+    from tierd.io.store_set import StoreSet, StripedImage
     from tierd.types import TableSpec
 
 
@@ -74,11 +74,14 @@ class State:
             placements[name] = placement
         return State(self.images, placements)
 
-    def fits(self, store: Store) -> bool:
-        """Whether the store says the same, by name, table and identity."""
-        found = {image.name: image for image in store.images}
-        if set(found) != set(self.images) or store.placements != self.placements:
+    def fits(self, stores: StoreSet) -> bool:
+        """Whether the stores together say the same, by name, table and identity."""
+        found = {image.name: image for image in stores.images}
+        placements = {n: p for store in stores.stores for n, p in store.placements.items()}
+        if set(found) != set(self.images) or placements != self.placements:
             return False
+        if len(found) != len(stores.images):
+            return False  # one name on two homes
         return all(_same(self.images[name], image) for name, image in found.items())
 
 
@@ -86,10 +89,11 @@ def _dropped(table: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in table.items() if key != name}
 
 
-def _same(known: Known, image: StoredImage) -> bool:
+def _same(known: Known, image: StripedImage) -> bool:
     info = image.info
     return (
-        image.state == "complete"
+        image.stored.state == "complete"
+        and not image.fault
         and info.table == known.spec
         and (info.fingerprint == known.source.fingerprints[known.spec.name])
         and known.identity in (None, (info.image_id, info.generation))
@@ -97,14 +101,15 @@ def _same(known: Known, image: StoredImage) -> bool:
 
 
 @dataclasses.dataclass
-class StoreModel:
-    """What one device's store may hold.
+class SetModel:
+    """What the devices of one set may hold together.
 
     Attributes:
         state: what it holds, if nothing is in doubt.
         doubt: what else it may hold after a change that was cut off or failed.
-        history: every state since the device was formatted; damage may bring an older one back.
+        history: every state since the devices were formatted; damage may bring an older one back.
         used: identities seen under each name; none may be given out again.
+        devices: UUIDs of the devices of each image, its home first.
         marks: scars in roots and tables when the last whole change succeeded.
     """
 
@@ -112,6 +117,7 @@ class StoreModel:
     doubt: list[State] = dataclasses.field(default_factory=list)
     history: list[State] = dataclasses.field(default_factory=list)
     used: dict[str, set[tuple[int, int]]] = dataclasses.field(default_factory=dict)
+    devices: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     marks: int = 0
 
     def candidates(self) -> list[State]:
@@ -119,6 +125,9 @@ class StoreModel:
 
     def settle(self, state: State) -> None:
         """Nothing is in doubt any more."""
+        passed = [doubtful is state for doubtful in self.doubt]
+        if any(passed):
+            self.history += self.doubt[: passed.index(True)]
         self.state = state
         self.doubt = []
         if not self.history or self.history[-1] is not state:
@@ -164,8 +173,14 @@ def trailer_of(known: Known, page: int) -> bytes:
     return struct.pack("<IHHQQI", 0x50445254, 1, count, image_id, page, generation)
 
 
-def places(image: StoredImage) -> Iterator[tuple[int, int]]:
-    """(page of the image, page of the device) for every page."""
-    for extent in image.extents:
-        for index in range(extent.pages):
-            yield extent.first_page + index, extent.device_page + index
+def places(image: StripedImage) -> Iterator[tuple[int, str, int]]:
+    """(page of the image, path of the device, page of that device) for every page."""
+    count = len(image.shares)
+    for index, share in enumerate(image.shares):
+        for extent in share.extents:
+            for local in range(extent.first_page, extent.first_page + extent.pages):
+                page = local
+                if count > 1:
+                    unit, into = divmod(local, layout.UNIT_PAGES)
+                    page = (unit * count + index) * layout.UNIT_PAGES + into
+                yield page, share.path, extent.device_page + local - extent.first_page

@@ -97,7 +97,7 @@ NATIVE_MUTANTS = (
         "result of a retry not checked",
         "pump.cc",
         "if (result < 0) return Status::read_error;",
-        "if (MUTANT && slot.again) return Status::ok;\n"
+        "if (MUTANT && slot.attempt != 0) return Status::ok;\n"
         "    if (result < 0) return Status::read_error;",
     ),
     NativeMutant(
@@ -121,8 +121,8 @@ NATIVE_MUTANTS = (
     NativeMutant(
         "requests in flight forgotten at a restart",
         "server_ring.cc",
-        "start_at(doorbell - std::min(behind, kRingDepth));",
-        "start_at(MUTANT ? doorbell : doorbell - std::min(behind, kRingDepth));",
+        "std::min(unanswered(*view_.control), kRingDepth));",
+        "(MUTANT ? 0u : std::min(unanswered(*view_.control), kRingDepth)));",
     ),
     NativeMutant(
         "directory not emptied after a failure",
@@ -149,6 +149,19 @@ NATIVE_MUTANTS = (
         "table->map = ExtentMap(spec.extents);",
         "table->map = ExtentMap(MUTANT && !tables_.empty() ? first_extents_ : spec.extents);\n"
         "    if (tables_.empty()) first_extents_ = spec.extents;",
+    ),
+    NativeMutant(
+        "channel of a client that left still mapped",
+        "pump_control.cc",
+        "if (base != nullptr) munmap(base, map_bytes);",
+        "if (base != nullptr && !MUTANT) munmap(base, map_bytes);",
+    ),
+    NativeMutant(
+        "memory of rings not given back",
+        "pump_control.cc",
+        "    ~ServedChannel() {\n",
+        "    ~ServedChannel() {\n        if (MUTANT)\n"
+        "            for (auto& ring : rings) (void)ring.release();\n",
     ),
 )
 # What the mutants above need besides.
@@ -181,7 +194,8 @@ def write_sources() -> None:
     files["mutants.h"] = HEADER
     for name, text in files.items():
         _write_if_new(target / CORE / name, text)
-    cmake = (ROOT / "CMakeLists.txt").read_text()
+    # Found bugs are the same at -O1, which compiles in half the time.
+    cmake = (ROOT / "CMakeLists.txt").read_text().replace("-O3", "-O1")
     _write_if_new(target / "CMakeLists.txt", cmake)
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
+import json
 import multiprocessing
 import time
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.sim import faults, leaks, pool, workload
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 EVENTS_SHOWN = 25
+FAILURES_SHOWN = 5
 
 
 @dataclasses.dataclass
@@ -39,6 +43,23 @@ class Outcome:
     counters: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """What many seeds came to.
+
+    Attributes:
+        first: the first seed; ``run`` were run from there.
+        failed: seeds that failed, and what was violated.
+        shares: of the seeds, per kind of fault, that reached it.
+    """
+
+    first: int
+    run: int
+    failed: dict[int, str]
+    shares: dict[str, float]
+    seconds: int
+
+
 _WATCH = leaks.Watch()
 
 
@@ -48,6 +69,8 @@ def run_seed(seed: int) -> Outcome:
     outcome = Outcome(seed)
     descriptors = leaks.descriptors()
     _run(seed, outcome)
+    if outcome.kind or leaks.descriptors() != descriptors:
+        gc.collect()  # an exception and its frames may hold on to the machine
     if not outcome.kind:
         text = _WATCH.after_run()
         left = leaks.descriptors() - descriptors
@@ -89,8 +112,8 @@ def print_failure(outcome: Outcome) -> None:
     print(f"replay: make sim SEED={outcome.seed}")
 
 
-def print_shares(outcomes: Iterable[Outcome], runs: int) -> float:
-    """Print how many of the runs reached each fault; return the rarest kind's share."""
+def print_shares(outcomes: Iterable[Outcome], runs: int) -> dict[str, float]:
+    """Print how many of the runs reached each fault; return every kind's share."""
     reached: dict[str, set[int]] = {kind: set() for kind in faults.KINDS}
     zones: dict[str, list[int]] = {kind: [0, 0, 0] for kind in faults.KINDS}
     for outcome in outcomes:
@@ -102,7 +125,7 @@ def print_shares(outcomes: Iterable[Outcome], runs: int) -> float:
     for kind in faults.KINDS:
         shares = [len(reached[kind]), *zones[kind]]
         print(f"{kind:<20}" + "".join(f"{share / runs:>8.1%}" for share in shares))
-    return min(len(seeds) for seeds in reached.values()) / runs
+    return {kind: len(seeds) / runs for kind, seeds in reached.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -112,25 +135,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=300, help="run so many")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--summary", type=Path, help="write what came of it there, as JSON")
     options = parser.parse_args(arguments)
     if options.seed is not None:
         return replay(options.seed)
+    found = run_many(range(options.first, options.first + options.seeds), options.jobs)
+    if options.summary is not None:
+        options.summary.write_text(json.dumps(dataclasses.asdict(found), indent=1) + "\n")
+    return 1 if found.failed else 0
+
+
+def run_many(seeds: Sequence[int], jobs: int) -> Summary:
+    """Run seeds, print the first failures and the table of faults."""
     started = time.monotonic()
-    outcomes, failures = [], 0
-    for outcome in run_seeds(range(options.first, options.first + options.seeds), options.jobs):
+    outcomes: list[Outcome] = []
+    failed: dict[int, str] = {}
+    for outcome in run_seeds(seeds, jobs):
         outcomes.append(outcome)
         if outcome.kind:
-            failures += 1
-            if failures <= 5:
+            failed[outcome.seed] = outcome.kind
+            if len(failed) <= FAILURES_SHOWN:
                 print_failure(outcome)
         outcome.events = []
-    rarest = print_shares(outcomes, len(outcomes))
+    shares = print_shares(outcomes, len(outcomes))
     seconds = time.monotonic() - started
     print(
-        f"{len(outcomes)} seeds in {seconds:.0f} s, {failures} failed; "
-        f"the rarest fault was reached in {rarest:.1%} of them"
+        f"{len(outcomes)} seeds in {seconds:.0f} s, {len(failed)} failed; "
+        f"the rarest fault was reached in {min(shares.values()):.1%} of them"
     )
-    return 1 if failures else 0
+    return Summary(seeds[0], len(outcomes), failed, shares, round(seconds))
 
 
 def replay(seed: int) -> int:

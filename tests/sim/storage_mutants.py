@@ -8,13 +8,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import struct
 import types
 from typing import TYPE_CHECKING, Any
 
 from tests.sim.seams import replaced
-from tierd.io import _core, blocks, layout, simulated, staging, store, superblock
+from tierd.io import (
+    _core,
+    blocks,
+    layout,
+    scrub,
+    simulated,
+    staging,
+    store,
+    stripes,
+    superblock,
+    walker,
+)
 from tierd.io.simulated import SimulatedDevice
 from tierd.io.store import Store
+from tierd.io.store_set import StoreSet, StripedImage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -89,6 +102,15 @@ def one_root_slot() -> Any:
     shim = types.SimpleNamespace(**vars(dataclasses))
     shim.replace = replace
     return _patched((store, "dataclasses", shim))
+
+
+def root_crc_unchecked() -> Any:
+    unpack = superblock.Root.unpack.__func__  # type: ignore[attr-defined]
+
+    def trusting(cls: Any, data: bytes, slot: int) -> Any:
+        return unpack(cls, data[:-4] + struct.pack("<I", superblock.crc(data[:-4])), slot)
+
+    return _patched((superblock.Root, "unpack", classmethod(trusting)))
 
 
 def table_crc_unchecked() -> Any:
@@ -218,6 +240,90 @@ def verification_without_crc() -> Any:
     return _patched((blocks, "_core", shim))
 
 
+def lease_of_a_verification_kept() -> Any:
+    shim = types.SimpleNamespace(**vars(os))
+    shim.close = lambda _: None
+    return _patched((walker, "os", shim))
+
+
+# --- several devices -----------------------------------------------------------------------------
+
+
+def member_counted_without_the_homes_root() -> Any:
+    return _patched((StoreSet, "reclaim", lambda _: []))
+
+
+def home_written_before_its_members() -> Any:
+    original = StoreSet.commit
+
+    def commit(self: Any, info: Any, shares: Any, **options: Any) -> Any:
+        late: list[tuple[Any, Any]] = []
+        with _patched((Store, "add_part", lambda *arguments: late.append(arguments))):
+            image = original(self, info, shares, **options)
+        for member, part in late:
+            member.add_part(part)
+        return image
+
+    return _patched((StoreSet, "commit", commit))
+
+
+def leftover_reclaimed_while_the_home_is_away() -> Any:
+    original = StoreSet.reclaim
+
+    def reclaim(self: Any) -> Any:
+        here = {one.uuid for one in self.stores}
+        for one in self.stores:
+            one.drop_parts([part for part in one.parts if part.home not in here])
+        return original(self)
+
+    return _patched((StoreSet, "reclaim", reclaim))
+
+
+def image_without_a_device_called_whole() -> Any:
+    return _patched(
+        (StripedImage, "fault", property(lambda _: "")),
+        (StripedImage, "require_whole", lambda _: None),
+    )
+
+
+def devices_known_by_their_place() -> Any:
+    original = StoreSet._share
+
+    def share(self: Any, home: Any, image: Any, member: Any) -> Any:
+        others = [one for one in self.stores if one is not home]
+        place = image.members.index(member)
+        if place < len(others):
+            found = original(self, home, image, member)
+            return dataclasses.replace(found, store=others[place], path=others[place].device.path)
+        return original(self, home, image, member)
+
+    return _patched((StoreSet, "_share", share))
+
+
+def units_dealt_out_backwards_to_the_pump() -> Any:
+    original = stripes.image_rows
+
+    def backwards(extents: Any, index: int, count: int) -> Any:
+        return original(extents, count - 1 - index, count)
+
+    return _patched((stripes, "image_rows", backwards))
+
+
+def scrub_goes_on_a_block_too_far() -> Any:
+    original = scrub.Scrub._load
+
+    def load(self: Any) -> None:
+        original(self)
+        if self.next_page:
+            self.next_page += scrub.BLOCK_PAGES
+
+    return _patched((scrub.Scrub, "_load", load))
+
+
+def scrub_goes_on_in_another_image() -> Any:
+    return _patched((scrub, "_key", lambda image: str(image.info.table.name)))
+
+
 STORAGE_MUTANTS: tuple[Callable[[], Any], ...] = (
     no_flush_at_all,
     no_flush_before_the_root,
@@ -225,6 +331,7 @@ STORAGE_MUTANTS: tuple[Callable[[], Any], ...] = (
     both_roots_at_once,
     oldest_root_chosen,
     one_root_slot,
+    root_crc_unchecked,
     table_crc_unchecked,
     roots_looked_at_once,
     commit_not_read_back,
@@ -237,4 +344,13 @@ STORAGE_MUTANTS: tuple[Callable[[], Any], ...] = (
     extents_never_released,
     second_writer_let_in,
     verification_without_crc,
+    lease_of_a_verification_kept,
+    member_counted_without_the_homes_root,
+    home_written_before_its_members,
+    leftover_reclaimed_while_the_home_is_away,
+    image_without_a_device_called_whole,
+    devices_known_by_their_place,
+    units_dealt_out_backwards_to_the_pump,
+    scrub_goes_on_a_block_too_far,
+    scrub_goes_on_in_another_image,
 )

@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.sim import faults, pool
+from tests.sim import incomplete, pool, scrubbing
 from tests.sim.machine import NO_SLOT, TURN_NS, Client, Ring
-from tests.sim.model import Known, Violation, packed, trailer_of
-from tests.sim.model import places as model_places
+from tests.sim.model import Known, Violation, packed, places, trailer_of
+from tests.sim.seams import UNIT_PAGES
 from tierd.errors import (
     DeviceBusyError,
     DeviceError,
     DeviceTooSmallError,
 )
 from tierd.io import _core, staging, walker
-from tierd.io.layout import UNIT_PAGES, Geometry
+from tierd.io.layout import Geometry
 from tierd.io.store import Store
+from tierd.io.store_set import StoreSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 ACTIONS_RANGE = (12, 40)
 CLIENTS_MAX = 3
 TURNS_MAX = 20_000  # a request that is not answered by then hangs
+# Writes and flushes: of a commit, table and root; of staging a table, two commits and its pages.
+COMMIT_OPERATIONS, STAGE_OPERATIONS = 4, 11
+DECAY_SHARE = 0.3  # of the restarts find that a bit of a root or table has rotted
+INCOMPLETE_SHARE = 0.5  # of the restarts of several devices find one of them away at first
 OK = int(_core.protocol.Status.ok)
 # What a failed request may say when a page could not be read right, twice.
 PAGE_REASONS = ("read_error", "short_read", "wrong_page", "bad_crc")
@@ -38,6 +43,7 @@ PAGE_REASONS = ("read_error", "short_read", "wrong_page", "bad_crc")
 
 def run(world: World) -> None:
     """Do as the seed says, then look at everything once more without faults."""
+    world.begin()
     for _ in range(world.chance.randint(*ACTIONS_RANGE)):
         world.running()
         actions, weights = zip(*_ACTIONS, strict=True)
@@ -68,13 +74,14 @@ def stage(world: World) -> None:
         state = state.with_image(known)
         states.append(state)
         need += -(-Geometry.of(spec.row_bytes, spec.rows).pages // UNIT_PAGES) * UNIT_PAGES
-    store = world.running().stores[number]
-    free = store.free_pages
-    world.log(f"stage {source.model}-{source.variant} {len(specs)} on device {number}")
-    with world.change(number, states) as change:
+    stores = world.stores(number)
+    free = min(store.free_pages for store in stores.stores)
+    operations = len(specs) * (STAGE_OPERATIONS + COMMIT_OPERATIONS * (len(stores.stores) - 1))
+    world.log(f"stage {source.model}-{source.variant} {len(specs)} on set {number}")
+    with world.change(number, states, operations) as change:
         try:
             results = staging.stage(
-                store,
+                stores,
                 source.checkpoint,
                 specs,
                 model=source.model,
@@ -97,18 +104,18 @@ def delete(world: World) -> None:
     if found is None:
         return
     number, name = found
-    store = world.running().stores[number]
+    stores = world.stores(number)
     leased = any(
-        ring.store == number and ring.image == store.image(name)
+        ring.stores == number and ring.image.name == name and world.holds(ring)
         for client in world.clients
         for ring in client.rings
     )
     wipe = world.chance.random() < 0.4
     state = world.models[number].state.without(name)
-    world.log(f"delete {name} on device {number}{', wiped' if wipe else ''}")
-    with world.change(number, [state]) as change:
+    world.log(f"delete {name} on set {number}{', wiped' if wipe else ''}")
+    with world.change(number, [state], COMMIT_OPERATIONS * len(stores.stores)) as change:
         try:
-            store.delete_image(name, wipe=wipe)
+            stores.delete(name, wipe=wipe)
         except DeviceBusyError:
             if not leased:
                 raise Violation("leak", f"{name} is busy, but nobody reads it") from None
@@ -127,9 +134,10 @@ def place(world: World) -> None:
     number, name = found
     placement = {"tiers": ["disk"], "quota": world.chance.randint(0, 32)}
     chosen = placement if world.chance.random() < 0.8 else None
-    world.log(f"placement of {name} on device {number}: {chosen}")
-    with world.change(number, [world.models[number].state.with_placement(name, chosen)]):
-        world.running().stores[number].set_placement(name, chosen)
+    world.log(f"placement of {name} on set {number}: {chosen}")
+    state = world.models[number].state.with_placement(name, chosen)
+    with world.change(number, [state], COMMIT_OPERATIONS):
+        world.stores(number).image(name).home.set_placement(name, chosen)
 
 
 def _any_image(world: World) -> tuple[int, str] | None:
@@ -147,46 +155,45 @@ def scrub(world: World) -> None:
         return
     number, name = found
     if world.chance.random() < 0.3:
-        places = [place for _, place in model_places(world.running().stores[number].image(name))]
-        world.host.natives[number].rot(world.chance.choice(places))
+        image = world.stores(number).image(name)
+        _, path, place = world.chance.choice(list(places(image)))
+        world.host.native_at(path).rot(place)
     verify(world, number, name, world.chance.random() < 0.5)
 
 
 def verify(world: World, number: int, name: str, compare: bool) -> None:
     """Verify; the report must be right about every page, unless faults came in between."""
-    store = world.running().stores[number]
+    stores = world.stores(number)
     known = world.models[number].state.images[name]
     before = world.faults_so_far()
     checkpoint = known.source.checkpoint if compare else None
-    report = walker.verify(store, name, checkpoint=checkpoint, sample=4, full=True)
-    world.log(
-        f"verify {name} on device {number}: {report.pages_bad} bad, digest {report.digest_ok}"
-    )
+    report = walker.verify(stores, name, checkpoint=checkpoint, sample=4, full=True)
+    world.log(f"verify {name} on set {number}: {report.pages_bad} bad, digest {report.digest_ok}")
     if world.faults_so_far() != before:
         return
-    wrong = world.wrong_pages(number, store.image(name), known)
+    wrong = world.wrong_pages(stores.image(name), known)
     if bool(wrong) == report.ok or (wrong and report.first_bad_page != wrong[0]):
         raise Violation("silence", f"{name} has bad pages {wrong[:9]}, the report says {report}")
 
 
 def inspect(world: World) -> None:
-    """Look at a device beside the daemon, as a command-line tool does."""
+    """Look at a set of devices beside the daemon, as a command-line tool does."""
     number = world.chance.randrange(len(world.models))
     before = world.faults_so_far()
-    marks = faults.marks(world.host.natives[number])
+    marks = world.marks(number)
     try:
-        with Store.open(world.host.paths[number], write=False) as store:
-            fits = world.models[number].state.fits(store)
+        with StoreSet.open(world.groups[number], write=False) as stores:
+            fits = world.models[number].state.fits(stores)
     except DeviceError as error:
         world.log(f"inspect: {error}")
         fits = False
     if not fits and world.faults_so_far() == before and marks == world.models[number].marks:
-        raise Violation("durability", f"device {number} looks different to a reader")
+        raise Violation("durability", f"set {number} looks different to a reader")
 
 
 def intrude(world: World) -> None:
     """A second daemon must not get a device."""
-    number = world.chance.randrange(len(world.models))
+    number = world.chance.randrange(len(world.host.paths))
     try:
         Store.open(world.host.paths[number]).close()
     except DeviceBusyError:
@@ -202,6 +209,13 @@ def restart(world: World) -> None:
         world.stop()
     else:
         world.kill()
+    if world.chance.random() < DECAY_SHARE:
+        world.decay()
+    for number, group in enumerate(world.groups):
+        if len(group) > 1:
+            world.chance.shuffle(group)  # names are dealt out anew at a boot
+            if world.chance.random() < INCOMPLETE_SHARE:
+                incomplete.visit(world, number)
     world.start()
     for client in list(world.clients):
         _settle_all(world, client)
@@ -222,8 +236,8 @@ def attach(world: World) -> None:
     daemon = world.running()
     images = [
         (number, image, world.models[number].state.images[image.name])
-        for number, store in enumerate(daemon.stores)
-        for image in store.images
+        for number, stores in enumerate(daemon.sets)
+        for image in stores.images
     ]
     if not images:
         return
@@ -367,8 +381,8 @@ def _judge_reason(world: World, ring: Ring, reason: str) -> None:
                 "refusal", f"{ring.image.name}: {reason} after {faults_since} faulty reads"
             )
     elif reason == "row tag does not match":
-        if faults_since < 1 or world.crc_sample == 1:
-            raise Violation("refusal", f"{ring.image.name}: {reason} without a faulty read")
+        if world.crc_sample == 1 or not ring.bits_since():
+            raise Violation("refusal", f"{ring.image.name}: {reason}, and no fault explains it")
     elif reason == "timeout":
         if world.daemon is not None and not ring.short_timeout:
             raise Violation("hang", f"{ring.image.name}: no answer in {TURNS_MAX} turns")
@@ -448,19 +462,20 @@ def finish(world: World) -> None:
         for name in sorted(model.state.images):
             verify(world, number, name, compare=True)
             _read_all(world, number, name)
+        scrubbing.whole_pass(world, number)
     for number, model in enumerate(world.models):
         for name in sorted(model.state.images):
-            world.running().stores[number].delete_image(name)
-        store = world.running().stores[number]
-        if store.free_pages != store.capacity_pages:
-            raise Violation("leak", f"device {number}: {store.free_pages} pages free when empty")
+            world.stores(number).delete(name)
+        for store in world.stores(number).stores:
+            if store.free_pages != store.capacity_pages:
+                raise Violation("leak", f"set {number}: {store.free_pages} pages free when empty")
     world.stop()
 
 
 def _read_all(world: World, number: int, name: str) -> None:
     """Every row of every sound page reaches a client; the others fail."""
     daemon = world.running()
-    image = daemon.stores[number].image(name)
+    image = world.stores(number).image(name)
     known = world.models[number].state.images[name]
     client = Client(daemon, world.host, [(number, image, known)], world.chance, raw_share=1)
     ring = client.rings[0]
@@ -483,10 +498,11 @@ _ACTIONS: tuple[tuple[Callable[[World], None], int], ...] = (
     (leave, 4),
     (stage, 22),
     (delete, 8),
-    (place, 5),
+    (place, 12),
     (scrub, 6),
+    (scrubbing.scrub_on, 6),
     (inspect, 3),
     (intrude, 1),
-    (restart, 5),
+    (restart, 7),
     (lose_power, 4),
 )

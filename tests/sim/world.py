@@ -6,15 +6,17 @@ import contextlib
 import dataclasses
 import hashlib
 import random
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.sim import faults, seams
+from tests.sim import audit, faults, scrubbing, seams
 from tests.sim.machine import Client, Daemon
 from tests.sim.model import (
+    SetModel,
     State,
-    StoreModel,
     Violation,
     packed,
     places,
@@ -26,17 +28,21 @@ from tierd.io.device import PAGE_BYTES
 from tierd.io.layout import Areas, occupied
 from tierd.io.simulated import PowerCut, SimulatedHost
 from tierd.io.store import Store
+from tierd.io.store_set import StoreSet
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.sim.machine import Ring
     from tests.sim.model import Known
-    from tierd.io.extent_table import StoredImage
+    from tierd.io.scrub import Scrub
+    from tierd.io.store_set import StripedImage
 
 DEVICES_MAX = 3
 UNITS = (24, 64)  # data units of a device, low and high
 OPEN_ATTEMPTS = 4  # with faults on; then the operator mends what can be mended
-CUT_SHARE = 0.25  # of the changes to a store are cut off
+CUT_SHARE = 0.35  # of the changes to a store are cut off
+TOGETHER_SHARE = 0.5  # of the machines stripe images over all their devices
 POWER_SHARE = 0.6  # of the cuts take the whole machine down, others the daemon alone
 LOSSES = ("random", "random", "random", "torn", "torn", "torn", "all", "none", "first", "last")
 
@@ -55,25 +61,43 @@ class World:
         chance: every decision of this run.
         crc_sample: one page in so many has its checksum looked at by the pump; 0 for none.
         events: what happened, in order; the same for the same seed.
+        groups: paths of the devices that share images, a set each; their order may change.
+        models: what each set may hold.
+        scrubs: of each set, the running daemon's.
         daemon: the running one, or None between a kill and a restart.
     """
 
-    def __init__(self, seed: int, host: SimulatedHost, chance: random.Random) -> None:
+    def __init__(
+        self,
+        seed: int,
+        host: SimulatedHost,
+        groups: list[list[str]],
+        chance: random.Random,
+        folder: Path,
+    ) -> None:
         self.seed = seed
         self.chance = chance
         self.host = host
-        self.models = [StoreModel() for _ in host.natives]
+        self.groups = groups
+        self.models = [SetModel() for _ in groups]
         self.events: list[str] = []
         self.daemon: Daemon | None = None
         self.crc_sample = chance.choice((0, 1, 4, 16))
         self.clients: list[Client] = []
         self.counters: dict[str, int] = {}
-        for path in host.paths:
+        self.decayed: set[int] = set()
+        self.folder = folder
+        self.scrubs: list[Scrub] = []
+
+    def begin(self) -> None:
+        """Format the devices, switch their faults on and start a daemon."""
+        for path in self.host.paths:
             Store.format(path).close()
         for model in self.models:
             model.settle(State())
-        for native in host.natives:
-            faults.arm(native, chance)
+        for group in self.groups:
+            for path in group:
+                faults.arm(self.host.native_at(path), self.chance, alone=len(group) == 1)
         self.start()
 
     # --- the book --------------------------------------------------------------------------------
@@ -94,6 +118,18 @@ class World:
     def faults_so_far(self) -> int:
         return faults.total(self.host.natives)
 
+    def natives(self, number: int) -> list[Any]:
+        """The native devices of a set."""
+        return [self.host.native_at(path) for path in self.groups[number]]
+
+    def marks(self, number: int) -> int:
+        """Scars in roots and tables of a set's devices."""
+        return sum(map(faults.marks, self.natives(number)))
+
+    def stores(self, number: int) -> StoreSet:
+        """The open stores of a set."""
+        return self.running().sets[number]
+
     # --- daemons ---------------------------------------------------------------------------------
 
     def running(self) -> Daemon:
@@ -105,12 +141,15 @@ class World:
 
     def start(self) -> None:
         """Start a daemon, whatever it takes, and check what it finds."""
+        for group in self.groups:
+            if len(group) > 1:
+                self._check_order(group)
         for attempt in range(100):
             if attempt == OPEN_ATTEMPTS:
                 self._mend()
             before = self.faults_so_far()
             try:
-                self.daemon = Daemon(self.host, self.chance, self.crc_sample)
+                self.daemon = Daemon(self.groups, self.chance, self.crc_sample)
             except DeviceError as error:
                 self.log(f"start failed: {error}")
                 self.count("start failed")
@@ -120,7 +159,10 @@ class World:
         else:
             raise Violation("durability", "the daemon does not start although nothing is wrong")
         for number in range(len(self.models)):
+            for store in self.stores(number).stores:
+                self._check_roots(store)
             self.resolve(number)
+        self.scrubs = scrubbing.begin(self.folder, len(self.models))
         self._welcome_back()
 
     def _mend(self) -> None:
@@ -135,25 +177,30 @@ class World:
             return
         if not isinstance(error, DeviceDamagedError | DeviceForeignError):
             raise Violation("refusal", f"a damaged device was not called one: {error}")
-        number = next(i for i, path in enumerate(self.host.paths) if path in str(error))
-        if number not in scarred:
+        device = next(i for i, path in enumerate(self.host.paths) if path in str(error))
+        if device not in scarred:
             raise Violation("durability", f"a sound device was called damaged: {error}")
+        number = next(i for i, g in enumerate(self.groups) if self.host.paths[device] in g)
+        if len(self.groups[number]) > 1:
+            raise Violation("durability", f"nothing hurts roots of several devices: {error}")
         self.format_anew(number)
 
     def format_anew(self, number: int) -> None:
         """What an operator does with a device that is beyond help."""
         self.drop_clients()
-        path = self.host.paths[number]
+        (path,) = self.groups[number]
         Store.format(path, force=path).close()
-        self.models[number] = StoreModel(marks=faults.marks(self.host.natives[number]))
+        self.models[number] = SetModel(marks=self.marks(number))
         self.models[number].settle(State())
-        self.log(f"device {number} formatted anew")
+        self.log(f"set {number} formatted anew")
         self.count("formatted anew")
 
     def stop(self) -> None:
         """Stop the daemon in an orderly way."""
         if self.daemon is not None:
             self.log("stop")
+            for scrub in self.scrubs:
+                scrub.save()
             self.daemon.stop()
             self.daemon = None
 
@@ -177,6 +224,19 @@ class World:
         self.drop_clients()
         self.host.power_up(_core.SimLoss[loss])
 
+    def decay(self) -> None:
+        """A bit of the newest root of a device, or of its table, rots; once in a run."""
+        number = self.chance.randrange(len(self.models))
+        native = self.natives(number)[0]
+        whole = [slot for slot in audit.slots(native) if slot.whole]
+        if number in self.decayed or not whole or len(self.groups[number]) > 1:
+            return
+        self.decayed.add(number)
+        newest = max(whole, key=lambda slot: slot.sequence)
+        place = self.chance.choice((newest.place, newest.table_place))
+        self.log(f"a bit rots at byte {place} of set {number}")
+        native.rot(place // PAGE_BYTES)
+
     # --- clients ---------------------------------------------------------------------------------
 
     def drop_clients(self) -> None:
@@ -193,30 +253,35 @@ class World:
     def _welcome_back(self) -> None:
         daemon = self.running()
         for client in list(self.clients):
-            if all(daemon.stores[r.store].find(r.image.name) == r.image for r in client.rings):
+            if all(self.holds(ring) for ring in client.rings):
                 daemon.attach(client)
             else:  # what it reads is no longer in the roots: the daemon refuses it
                 self.log("client refused")
                 self.clients.remove(client)
                 client.die()
 
+    def holds(self, ring: Ring) -> bool:
+        """Whether what a ring reads is still in the roots."""
+        found = self.stores(ring.stores).find(ring.image.name)
+        return found is not None and found.stored == ring.image.stored
+
     # --- changes ---------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def change(self, number: int, states: list[State]) -> Iterator[Change]:
+    def change(self, number: int, states: list[State], operations: int) -> Iterator[Change]:
         """Make a change that leads through ``states``; the model follows what came of it.
 
         A change that succeeds ends in the last state. One that fails or is cut off ends in any of
-        them, or where it began.
+        them, or where it began. ``operations`` is about how many writes and flushes it makes.
         """
-        model, native = self.models[number], self.host.natives[number]
+        model = self.models[number]
         change = Change(states)
-        before, marks = self.faults_so_far(), faults.marks(native)
+        before, marks = self.faults_so_far(), self.marks(number)
         if self.chance.random() < CUT_SHARE:
             if self.chance.random() < 0.5:
-                self.host.power.cut_after(self.chance.randint(0, 14))
+                self.host.power.cut_after(self.chance.randint(0, operations))
             else:
-                self.host.power.cut_after_flushes(self.chance.randint(0, 7))
+                self.host.power.cut_after_flushes(self.chance.randint(0, operations // 2))
         try:
             yield change
         except PowerCut:
@@ -229,7 +294,7 @@ class World:
         except (DeviceError, VerifyError) as error:
             self._judge_failure(error, before)
             model.doubt = list(states)
-            if self.running().stores[number]._broken:
+            if any(store._broken for store in self.stores(number).stores):
                 self.log("broken, restart")
                 self.stop()
             else:
@@ -238,7 +303,7 @@ class World:
             if change.states:
                 model.state = change.states[-1]
                 model.history += change.states[:-1]
-                if faults.marks(native) == marks:
+                if self.marks(number) == marks:
                     model.marks = marks
             self.resolve(number)
         finally:
@@ -254,93 +319,131 @@ class World:
 
     # --- what must hold of a store ---------------------------------------------------------------
 
+    def _check_roots(self, store: Store) -> None:
+        """A store that was just opened believed nothing damaged, and says what it found."""
+        path, native = store.device.path, self.host.native_at(store.device.path)
+        # A read of a table that brings what lay there before is as good as any, once.
+        stale = native.counts()["stale_read"][faults.ZONES.index("tables")]
+        found = audit.slots(native)
+        for slot in found:
+            if slot.written and not slot.whole and not store.note:
+                raise Violation("silence", f"{path}: a damaged root, and not a word")
+        newest = max((s for s in found if s.whole), key=lambda slot: slot.sequence, default=None)
+        if newest and not newest.table_whole and faults.marks(native) == 0:
+            raise Violation("durability", f"{path}: a root came before its table")
+        for slot in found:
+            believed = slot.whole and slot.sequence == store.sequence and not stale
+            if believed and not slot.table_whole:
+                raise Violation("silence", f"{path}: a damaged table was believed")
+
     def resolve(self, number: int) -> None:
-        """Find the state that the store is in among those it may be in, and check it."""
-        model, store = self.models[number], self.running().stores[number]
-        native = self.host.natives[number]
-        scarred = faults.marks(native) > model.marks
-        found = next((state for state in model.candidates() if state.fits(store)), None)
+        """Find the state that a set is in among those it may be in, and check it."""
+        model, stores = self.models[number], self.stores(number)
+        scarred = self.marks(number) > model.marks
+        found = next((state for state in model.candidates() if state.fits(stores)), None)
         if found is None:
             found = self._older_state(number, scarred)
-        self._learn(model, found, store)
+        self._learn(model, found, stores)
         model.settle(found)
-        for image in store.images:
+        model.devices = {image.name: image.stored.devices for image in stores.images}
+        for image in stores.images:
             self.check_pages(number, image, found.images[image.name])
-        self._check_room(number)
+        for store in stores.stores:
+            self._check_parts(store, stores)
+            self.check_room(store)
+
+    def _check_parts(self, store: Store, stores: StoreSet) -> None:
+        """Every part belongs to an image: what a staging left behind was given up."""
+        named = {(image.stored.identity, image.stored.devices[0]) for image in stores.images}
+        for part in store.parts:
+            if ((part.image_id, part.generation), part.home) not in named:
+                raise Violation("leak", f"{store.device.path} keeps a part of {part.name}")
+
+    def _check_order(self, group: list[str]) -> None:
+        """Before anything is mended: a home names no part that is not reserved on its device."""
+        before = self.faults_so_far()
+        try:
+            with StoreSet.open(group, write=False) as stores:
+                faults_found = [image.fault for image in stores.images if image.fault]
+        except DeviceError as error:
+            self.log(f"a look before the start: {error}")
+            return
+        if faults_found and self.faults_so_far() == before:
+            raise Violation("durability", f"a home came before its members: {faults_found[0]}")
 
     def _older_state(self, number: int, scarred: bool) -> State:
-        model, store = self.models[number], self.running().stores[number]
-        names = sorted(image.name for image in store.images)
-        older = next((s for s in reversed(model.history) if s.fits(store)), None)
+        model, stores = self.models[number], self.stores(number)
+        names = sorted(image.name for image in stores.images)
+        older = next((s for s in reversed(model.history) if s.fits(stores)), None)
         if not scarred or older is None:
             expected = " or ".join(str(sorted(state.images)) for state in model.candidates())
-            raise Violation("durability", f"device {number} holds {names}, not {expected}")
-        if not store.note:
-            raise Violation("silence", f"device {number} went back to {names} and says nothing")
-        self.log(f"device {number} went back: {store.note}")
+            raise Violation("durability", f"set {number} holds {names}, not {expected}")
+        if not stores.notes:
+            raise Violation("silence", f"set {number} went back to {names} and says nothing")
+        self.log(f"set {number} went back: {stores.notes}")
         self.count("went back")
         model.used.clear()
-        for image in store.images:  # its extents may have been given up in the meantime
-            right = right_pages(older.images[image.name], self.peek(number, image))
-            for page, where in places(image):
+        for image in stores.images:  # its extents may have been given up in the meantime
+            right = right_pages(older.images[image.name], self.peek(image))
+            for page, path, place in places(image):
                 if not right[page]:
-                    self.host.natives[number].condemn(where)
+                    self.host.native_at(path).condemn(place)
         return older
 
-    def _learn(self, model: StoreModel, state: State, store: Store) -> None:
-        """Take in identities that the store chose, and see that it chose new ones."""
-        for image in store.images:
+    def _learn(self, model: SetModel, state: State, stores: StoreSet) -> None:
+        """Take in identities that the stores chose, and see that they chose new ones."""
+        for image in stores.images:
             known = state.images[image.name]
-            identity = (image.info.image_id, image.info.generation)
+            identity = image.stored.identity
             if known.identity is None:
                 if identity in model.used.get(image.name, ()):
                     raise Violation("durability", f"{image.name}: {identity} was used before")
                 known.identity = identity
             model.used.setdefault(image.name, set()).add(identity)
-        for name, given in store.identities.items():
-            model.used.setdefault(name, set()).add((given.image_id, given.generation))
+        for store in stores.stores:
+            for name, given in store.identities.items():
+                model.used.setdefault(name, set()).add((given.image_id, given.generation))
 
-    def check_pages(self, number: int, image: StoredImage, known: Known) -> None:
+    def check_pages(self, number: int, image: StripedImage, known: Known) -> None:
         """A committed image is complete: every page is right, or known to be damaged."""
-        native = self.host.natives[number]
-        right = right_pages(known, self.peek(number, image))
-        for page, place in places(image):
-            if not right[page] and not native.damaged(place):
+        right = right_pages(known, self.peek(image))
+        for page, path, place in places(image):
+            if not right[page] and not self.host.native_at(path).damaged(place):
                 raise Violation(
-                    "durability",
-                    f"device {number}, {image.name}: page {page} is not what was staged",
+                    "durability", f"set {number}, {image.name}: page {page} is not what was staged"
                 )
 
-    def peek(self, number: int, image: StoredImage) -> Any:
-        """All pages of an image as they lie on the device, uint8 [pages, 4096]."""
+    def peek(self, image: StripedImage) -> Any:
+        """All pages of an image as they lie on the devices, uint8 [pages, 4096]."""
         pages = np.empty((image.info.pages, PAGE_BYTES), np.uint8)
-        for extent in image.extents:
-            part = pages[extent.first_page : extent.first_page + extent.pages]
-            self.host.natives[number].peek(extent.device_page * PAGE_BYTES, part.reshape(-1))
+        for page, path, place in places(image):
+            self.host.native_at(path).peek(place * PAGE_BYTES, pages[page])
         return pages
 
-    def wrong_pages(self, number: int, image: StoredImage, known: Known) -> list[int]:
+    def wrong_pages(self, image: StripedImage, known: Known) -> list[int]:
         """Pages that a full verification must find."""
-        native = self.host.natives[number]
-        same = (self.peek(number, image) == packed(known)).all(axis=1)
-        return [page for page, place in places(image) if not same[page] or native.dead(place)]
+        same = (self.peek(image) == packed(known)).all(axis=1)
+        return sorted(
+            page
+            for page, path, place in places(image)
+            if not same[page] or self.host.native_at(path).dead(place)
+        )
 
-    def _check_room(self, number: int) -> None:
+    def check_room(self, store: Store) -> None:
         """Extents do not overlap, and what is neither used nor leased is free."""
-        store = self.running().stores[number]
-        areas = Areas.of(store.device.size)
-        used = [occupied(e) for image in store.images for e in image.extents]
+        path, areas = store.device.path, Areas.of(store.device.size)
+        used = [occupied(e) for holding in (*store.images, *store.parts) for e in holding.extents]
         position = areas.data_start
         for start, end in sorted(used):
             if start < position or end > areas.data_end:
-                raise Violation("leak", f"device {number}: extents overlap at byte {start}")
+                raise Violation("leak", f"{path}: extents overlap at byte {start}")
             position = end
         for client in self.clients:
-            used += client.leased(number)
+            used += client.leased(store.uuid)
         free = areas.data_end - areas.data_start - _covered(used)
         if store.free_pages * PAGE_BYTES != free:
             raise Violation(
-                "leak", f"device {number}: {store.free_pages} pages are free, not {free // 4096}"
+                "leak", f"{path}: {store.free_pages} pages are free, not {free // 4096}"
             )
 
 
@@ -373,8 +476,13 @@ def new_world(seed: int) -> Iterator[World]:
                 )
             )
     host = SimulatedHost(natives, power, block_size=chance.choice((512, 4096)))
-    with seams.simulated_machine(host, chance):
-        world = World(seed, host, chance)
+    together = chance.random() < TOGETHER_SHARE
+    groups = [list(host.paths)] if together else [[path] for path in host.paths]
+    with (
+        seams.simulated_machine(host, chance),
+        tempfile.TemporaryDirectory(prefix="tierd-sim-") as folder,
+    ):
+        world = World(seed, host, groups, chance, Path(folder))
         try:
             yield world
         finally:

@@ -13,6 +13,7 @@ import numpy as np
 from tierd.io import _core
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -69,7 +70,9 @@ class Served:
         if start:
             self.pump.start()
 
-    def add_table(self, window_ns: int, image: Image | None = None) -> int:
+    def add_table(
+        self, window_ns: int, image: Image | None = None, copies: Sequence[Any] = ()
+    ) -> int:
         image = image or self.image
         return int(
             self.pump.add_table(
@@ -79,6 +82,7 @@ class Served:
                 rows=image.pages * ROWS_PER_PAGE,
                 window_ns=window_ns,
                 extents=np.array([[0, image.pages, self.device, 0]], np.uint64),
+                copies=[np.array(copy, np.uint64) for copy in copies],
             )
         )
 

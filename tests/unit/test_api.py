@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestClient, TestServer
 
 from tests import checkpoints
 from tests.daemons import make_node
+from tests.rest import Rest, serving
 from tierd.api import schemas
-from tierd.api.server import RestApi, make_app
-from tierd.catalog import Catalog
-from tierd.config import load
-from tierd.daemon import Daemon
-from tierd.daemon.attach import AttachServer
-from tierd.daemon.plane import DataPlane
 from tierd.errors import DeviceError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs/operating.md").read_text()
-
-Rest = TestClient[web.Request, web.Application]
+PAGE = (Path(__file__).resolve().parents[2] / "docs/operating/rest.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -37,107 +29,110 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-async def daemon(device: Path, tmp_path: Path) -> AsyncIterator[Daemon]:
-    overrides = {
-        "daemon.state_dir": str(tmp_path),
-        "daemon.runtime_dir": str(tmp_path),
-        "devices.paths": [str(device)],
-    }
-    made = Daemon(load(environ={}, overrides=overrides).settings, RestApi)
-    made.catalog = Catalog(tmp_path / "catalog.db")
-    made.plane = DataPlane.open(made.settings)
-    made.attach = AttachServer(made.settings, made.plane, made.catalog, boot_id="boot")
-    yield made
-    made.plane.close()
-    made.catalog.close()
-
-
-@pytest.fixture
-async def rest(daemon: Daemon) -> AsyncIterator[Rest]:
-    app = make_app(daemon)
-
-    async def fail(request: web.Request) -> web.Response:
-        raise {"fault": ZeroDivisionError, "device": DeviceError}[request.match_info["how"]]("x y")
-
-    app.router.add_get("/fail/{how}", fail)
-    async with TestClient(TestServer(app)) as client:
-        yield client
-
-
-async def problem(rest: Rest, method: str, path: str, status: int) -> dict[str, object]:
-    async with rest.request(method, path) as response:
-        assert response.status == status
-        assert response.content_type == "application/problem+json"
-        body = json.loads(await response.text())
-    assert set(body) == {"type", "title", "status", "detail", "instance"}
-    assert body["status"] == status
-    assert body["instance"] == path.partition("?")[0]
-    assert "\n" not in body["detail"]
-    return body
+async def rest(device: Path, tmp_path: Path) -> AsyncIterator[Rest]:
+    async with serving(device, tmp_path) as made:
+        yield made
 
 
 async def test_answers_follow_their_schemas(rest: Rest) -> None:
+    uuid = rest.daemon.plane.stores[0].uuid
     for path, model in (
         ("/v1/status", schemas.Status),
+        ("/v1/devices", schemas.Devices),
+        (f"/v1/devices/{uuid}", schemas.Device),
         ("/v1/images", schemas.Images),
         ("/v1/images/v41/layers.1.engram", schemas.Image),
+        ("/v1/tables", schemas.Tables),
+        ("/v1/tables/org%2Fv41/layers.14.engram", schemas.Table),
         ("/v1/clients", schemas.Clients),
+        ("/v1/jobs", schemas.Jobs),
         ("/v1/events", schemas.Events),
+        ("/v1/doctor", schemas.Doctor),
         ("/healthz", schemas.Health),
+        ("/readyz", schemas.Ready),
     ):
-        async with rest.get(path) as response:
-            assert response.status == 200
-            assert response.content_type == "application/json"
-            model.model_validate_json(await response.text())
+        model.model_validate(await rest.get(path))
 
 
 async def test_images_by_name_and_by_model(rest: Rest) -> None:
-    async with rest.get("/v1/images/org/v41/layers.14.engram") as response:
-        image = await response.json()
+    image = await rest.get("/v1/images/org/v41/layers.14.engram")
     assert image["name"] == "org/v41/layers.14.engram"
     assert (image["rows"], image["row_bytes"], image["pages"]) == (100, 264, 7)
     assert image["size_bytes"] == 7 * 4096
     assert len(image["image_id"]) == 16
-    async with rest.get("/v1/images?model=v41") as response:
-        names = [image["name"] for image in (await response.json())["images"]]
+    listed = await rest.get("/v1/images?model=v41")
+    names = [image["name"] for image in listed["images"]]
     assert names == ["v41/layers.1.engram", "v41/layers.14.engram"]
 
 
-async def test_events_are_seen_as_soon_as_they_are_recorded(rest: Rest, daemon: Daemon) -> None:
-    daemon.catalog.record("attached", "a", pid=1)
-    daemon.catalog.record("detached", "a")
-    async with rest.get("/v1/events?kind=attached&limit=5") as response:
-        (event,) = (await response.json())["events"]
+async def test_what_has_not_changed_is_not_sent_again(rest: Rest) -> None:
+    path = "/openapi.json"
+    _, headers, _ = await rest.answer("GET", path)
+    again = {"If-None-Match": headers["ETag"]}
+    status, _, body = await rest.answer("GET", path, headers=again)
+    assert (status, body) == (304, "")
+    status, _, _ = await rest.answer("GET", path, headers={"If-None-Match": '"other"'})
+    assert status == 200
+
+
+async def test_events_are_seen_as_soon_as_they_are_recorded(rest: Rest) -> None:
+    rest.daemon.catalog.record("attached", "a", pid=1)
+    rest.daemon.catalog.record("detached", "a")
+    (event,) = (await rest.get("/v1/events?kind=attached&limit=5"))["events"]
     assert (event["kind"], event["subject"], event["details"]) == ("attached", "a", {"pid": 1})
     assert event["time"].endswith("+00:00")
+    (later,) = (await rest.get(f"/v1/events?after={event['id']}"))["events"]
+    assert later["kind"] == "detached"
 
 
 async def test_problems(rest: Rest) -> None:
-    assert "/v1/status is a place" in (await problem(rest, "GET", "/v1/nothing", 404))["detail"]
-    assert "not POST" in (await problem(rest, "POST", "/v1/images", 405))["detail"]
-    missing = await problem(rest, "GET", "/v1/images/v41/layers.2.engram", 404)
-    assert "v41/layers.2.engram" in missing["detail"]
-    for limit in ("0", "x", "-1", "1001", "%C2%B2"):
-        assert (
-            "1 to 1000" in (await problem(rest, "GET", f"/v1/events?limit={limit}", 400))["detail"]
-        )
-    assert (await problem(rest, "GET", "/fail/device", 409))["detail"] == "x y"
+    assert "/v1/status is a place" in (await rest.problem("GET", "/v1/nothing", 404))["detail"]
+    assert "not POST" in (await rest.problem("POST", "/v1/images", 405))["detail"]
+    for path, words in (
+        ("/v1/images/v41/layers.2.engram", "did you mean v41/layers.1"),
+        ("/v1/tables/v41/none", "there is no image v41/none"),
+        ("/v1/devices/none", "none: not a device of this daemon"),
+        ("/v1/clients/none", "there is no client 'none'"),
+        ("/v1/jobs/none", "there is no job 'none'"),
+    ):
+        assert words in (await rest.problem("GET", path, 404))["detail"]
+    for query in ("limit=0", "limit=x", "limit=-1", "limit=1001", "limit=%C2%B2", "limit=%2B5"):
+        detail = (await rest.problem("GET", f"/v1/events?{query}", 400))["detail"]
+        assert detail.startswith("limit=")
+    for path in ("/v1/status?x=1", "/v1/events?limti=3", "/v1/events?limit=1&limit=2"):
+        await rest.problem("GET", path, 400)
 
 
-async def test_a_fault_is_logged_and_keeps_its_details_to_itself(rest: Rest) -> None:
-    body = await problem(rest, "GET", "/fail/fault", 500)
+@pytest.mark.parametrize("fault", [ZeroDivisionError("x y"), DeviceError("x y")])
+async def test_a_fault_is_logged_and_keeps_its_details_to_itself(
+    rest: Rest, fault: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_self: object) -> None:
+        raise fault
+
+    monkeypatch.setattr(type(rest.daemon.plane), "stats", fail)
+    meant_for_users = isinstance(fault, DeviceError)
+    body = await rest.problem("GET", "/v1/status", 409 if meant_for_users else 500)
+    assert ("x y" in body["detail"]) == meant_for_users
     assert "ZeroDivision" not in json.dumps(body)
-    assert "x y" not in json.dumps(body)
 
 
-async def test_health_is_red_when_a_pump_stands_still(rest: Rest, daemon: Daemon) -> None:
-    daemon.plane.pumps[0].stop()
-    body = await problem(rest, "GET", "/healthz", 503)
-    assert "stands still" in body["detail"]
+async def test_health_is_red_when_a_pump_stands_still(rest: Rest) -> None:
+    rest.daemon.plane.pumps[0].stop()
+    assert "stands still" in (await rest.problem("GET", "/healthz", 503))["detail"]
 
 
-async def test_every_route_is_in_the_operators_page(rest: Rest) -> None:
-    for resource in rest.app.router.resources():
-        path = resource.canonical
-        if not path.startswith("/fail"):
-            assert f"`{path}`" in PAGE
+async def test_every_route_is_in_the_operators_page_and_in_the_document(rest: Rest) -> None:
+    document = await rest.get("/openapi.json")
+    assert document["openapi"].startswith("3.1")
+    described = {
+        (method.upper(), path) for path, item in document["paths"].items() for method in item
+    }
+    routes = {
+        (route.method, re.sub(r":[^{}]*}", "}", route.resource.canonical))
+        for route in rest.app.router.routes()
+    }
+    assert described == routes
+    for method, path in described:
+        assert f"`{path}`" in PAGE or method != "GET", path
+        assert f"`{method} {path}`" in PAGE or method == "GET", path

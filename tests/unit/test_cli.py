@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -60,6 +61,30 @@ def test_every_command_is_in_the_operators_page() -> None:
     page = "".join(path.read_text() for path in pages)
     for path in commands(cli):
         assert f"tierd {' '.join(path)}" in page
+
+
+def test_the_pages_of_commands_and_metrics_are_the_code() -> None:
+    for page in ("cli", "metrics"):
+        text = (ROOT / f"docs/{page}.md").read_text()
+        assert text == invoke("reference", page).stdout, f"run: tierd reference {page}"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_offered_to_every_shell(shell: str) -> None:
+    assert "_TIERD_COMPLETE" in invoke("completion", shell).stdout
+
+
+def test_completion_completes() -> None:
+    environ = {"_TIERD_COMPLETE": "bash_complete", "COMP_WORDS": "tierd jo", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tierd.cli"],
+        cwd=ROOT,
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["plain,jobs"]
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -2,7 +2,9 @@
 
 The model has a ring two requests deep over two arena pages, so that pages are used again as soon as
 the rules allow it. Daemons are killed, stopped and resumed at any step; a dead daemon's reads
-still land afterwards. Checked in every state: a fill sees the pages of its own request. Checked
+still land afterwards. The guardian takes the ring whenever it likes, rightly or not, as it does
+when a daemon asks to be relieved; it may be stopped for any time between any two of its steps, and
+be replaced by another one. Checked in every state: a fill sees the pages of its own request. Checked
 over all states: from each one the client can still finish. Each mutant breaks one rule and must be
 caught, so that the check is known to be able to fail.
 """
@@ -60,6 +62,7 @@ class State:
     kills: int = 1
     stops: int = 1
     takeovers: int = TAKEOVERS
+    swaps: int = 0  # of the guardian
 
 
 def _put(row: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
@@ -187,7 +190,7 @@ class Model:
     def guardian(self, s: State) -> Iterator[State]:
         me = s.g
         if s.owner == DAEMON:
-            if s.published > max(s.done) and s.takeovers:
+            if s.takeovers:  # also with nothing outstanding, and from a healthy daemon
                 start = max(s.done)
                 yield replace(
                     s,
@@ -197,6 +200,11 @@ class Model:
                     g=Server(submitted=start, completed=start),
                 )
             return
+        if s.swaps and not (me.in_flight and self.mutant != "swap with reads in flight"):
+            # Another guardian takes over from the one that has ended, under a new epoch.
+            start = max(s.done)
+            new = Server(submitted=start, completed=start)
+            yield replace(s, epoch=s.epoch + 1, swaps=s.swaps - 1, g=new)
         arena = 0 if self.mutant == "one arena" else 1
         if me.pc == "idle":
             for after, server in self.submit(s, me, "g", arena):
@@ -285,9 +293,25 @@ def test_each_broken_rule_is_caught(mutant: str) -> None:
         explore(Model(mutant))
 
 
+# With an immortal daemon, since every kind of trouble multiplies the states.
+SWAP = State(swaps=1, kills=0)
+
+
+@pytest.mark.timeout(120)
+def test_a_guardian_may_follow_another() -> None:
+    edges = explore(Model(), SWAP)
+    assert len(edges) > 5_000
+    assert stuck_states(edges) == 0
+
+
+def test_a_guardian_must_not_follow_one_that_reads() -> None:
+    with pytest.raises(UnsafeError):
+        explore(Model("swap with reads in flight"), SWAP)
+
+
 if __name__ == "__main__":
     import sys
 
-    REQUESTS, takeovers = int(sys.argv[1]), int(sys.argv[2])
-    found = explore(Model(), State(takeovers=takeovers))
+    REQUESTS, takeovers, swaps = (int(word) for word in sys.argv[1:])
+    found = explore(Model(), State(takeovers=takeovers, swaps=swaps))
     print(f"{len(found)} states, none unsafe, {stuck_states(found)} stuck")

@@ -74,6 +74,61 @@ def test_a_wrong_page_fails_its_request_alone(tmp_path: Path, transport: str, ed
     served.pump.stop()
 
 
+def with_copy(tmp_path: Path, image: Image, copy: Image, **options: Any) -> tuple[Served, int]:
+    """A pump with a table whose next tier is a copy of the image in another file."""
+    served = Served(tmp_path / "image", image, start=False, crc_sample=1, **options)
+    (tmp_path / "copy").write_bytes(bytes(8 * PAGE) + copy.data.tobytes())
+    fd = os.open(tmp_path / "copy", os.O_RDONLY)
+    device = served.pump.add_device(fd)
+    os.close(fd)
+    table = served.add_table(1_000_000, copies=[[[0, 150, device, 8], [150, 50, device, 158]]])
+    served.pump.start()
+    return served, table
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("edit", [*WRONG, *FLIPPED, "cut off"])
+def test_a_page_that_fails_twice_is_read_from_the_next_tier(
+    tmp_path: Path, transport: str, edit: str
+) -> None:
+    served, table = with_copy(tmp_path, broken(edit), IMAGE, transport=transport)
+    if edit == "cut off":
+        os.truncate(served.path, 7 * PAGE)
+    client = served.client(table=table)
+    client.image = IMAGE
+    client.read([3, 7, 4, 5] if edit != "cut off" else [3, 7, 6])
+    stats = served.pump.stats()
+    assert (stats["retries"], stats["next_tier"]) == (1, 1)
+    assert not any(stats["failed"].values())
+    with pytest.raises(ValueError, match="still holds extents"):
+        served.pump.remove_device(1)
+    served.pump.stop()
+
+
+def test_a_page_that_is_bad_in_every_tier_fails_with_a_reason(tmp_path: Path) -> None:
+    served, table = with_copy(tmp_path, broken("row"), broken("generation"))
+    client = served.client(table=table)
+    assert client.fails([1, 7]) == P.Status.wrong_page  # what the last tier said
+    client.read([1, 6])
+    stats = served.pump.stats()
+    assert (stats["retries"], stats["next_tier"]) == (1, 1)
+    assert [device["errors"] for device in stats["devices"]] == [2, 1]
+    served.pump.stop()
+
+
+def test_copies_are_checked_as_extents_are(tmp_path: Path) -> None:
+    served = Served(tmp_path / "image", IMAGE)
+    for copies, text in (
+        ([[[0, 10, 0, 0]]], "they end at page 10"),
+        ([[[1, 199, 0, 0]]], "expected page 0"),
+        ([[[0, 200, 5, 0]]], "no device 5"),
+        ([[[0, 200, 0, 0]]] * 8, "at most 7 copies"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            served.add_table(1, copies=copies)
+    served.pump.stop()
+
+
 def test_the_crc_is_sampled_by_a_counter(tmp_path: Path) -> None:
     served = Served(tmp_path / "image", broken("row"), crc_sample=4)
     client = served.client()

@@ -62,7 +62,8 @@ def test_outstanding_requests(doorbell: int, done: int, outstanding: int) -> Non
     view = ChannelView(channel.fd, LIMITS)
     words = channel.control(0).view(np.uint32)
     words[protocol.OFFSET_DOORBELL // 4] = doorbell
-    words[protocol.OFFSET_DONE_D // 4] = done
+    words[protocol.OFFSET_DONE_D // 4] = done  # the daemon answered, and the guardian
+    words[protocol.OFFSET_DONE_G // 4] = done  # before it, no further
     assert view.outstanding(0) == outstanding
     view.close()
 

@@ -269,6 +269,25 @@ def test_every_flipped_byte_of_a_root_or_table_is_noticed(two_states) -> None:
             device.medium[start + i] ^= 1 << i % 8
 
 
+def test_a_look_at_nothing_does_not_hide_a_damaged_root(monkeypatch) -> None:
+    """A root rots between two looks, and the last look is led astray to an empty page."""
+    device, _ = memory_store()
+    whole = device.read
+    looks = iter(range(100))
+
+    def read(offset: int, size: int) -> bytes:
+        data = whole(offset, size)
+        if offset != superblock.ROOT_OFFSETS[0]:
+            return data
+        look = next(looks)
+        if look == superblock._READS - 1:
+            return bytes(size)
+        return data if look == 0 else data[:-1] + bytes([data[-1] ^ 1])
+
+    monkeypatch.setattr(device, "read", read)
+    assert "checksum" in Store._open(device).note
+
+
 def test_a_commit_after_a_damage_spares_the_root_in_force(two_states) -> None:
     medium, _, before, root = two_states
     device = MemoryDevice(damaged(medium, root.table_offset))

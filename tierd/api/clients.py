@@ -1,25 +1,61 @@
-"""GET /v1/clients: who is attached, and how each ring does."""
+"""/v1/clients: who is attached, and how each ring does."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aiohttp import web
-
 from tierd.api import schemas
-from tierd.api.common import DAEMON, moment, reply
+from tierd.api.common import moment
+from tierd.api.routing import Call, Routes
+from tierd.errors import NoClientError
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from tierd.daemon.attach import AttachedClient
 
-routes = web.RouteTableDef()
+routes = Routes("clients", "Attached engine ranks.")
 
 
-@routes.get("/v1/clients")
-async def get_clients(request: web.Request) -> web.Response:
-    """Answer with every attached client."""
-    attached = request.app[DAEMON].attach.clients.values()
-    return reply(schemas.Clients(clients=[_client(client) for client in attached]))
+@routes.get("/v1/clients", schemas.Clients)
+async def get_clients(call: Call) -> schemas.Clients:
+    """Every attached client, and how many ranks of how many each engine has attached."""
+    attached = call.daemon.attach.clients.values()
+    clients = [_client(client) for client in attached]
+    return schemas.Clients(clients=clients, engines=_engines(attached))
+
+
+@routes.get("/v1/clients/{client}", schemas.Client)
+async def get_client(call: Call) -> schemas.Client:
+    """One client, by its id."""
+    found = call.daemon.attach.clients.get(call.part("client"))
+    if found is None:
+        raise NoClientError(
+            f"there is no client {call.part('client')[:40]!r} here; run: tierd status"
+        )
+    return _client(found)
+
+
+def _engines(attached: Collection[AttachedClient]) -> list[schemas.Engine]:
+    """Count ranks by engine: a rank that serves itself is one that is missing here."""
+    by_name: dict[str, list[AttachedClient]] = {}
+    for client in attached:
+        by_name.setdefault(client.engine, []).append(client)
+    engines = []
+    for name, clients in sorted(by_name.items()):
+        ranks = {client.rank for client in clients}
+        expected = max(client.expected_ranks for client in clients)
+        # Where a node has but a part of the ranks, nobody here knows which part.
+        whole = all(client.expected_ranks == client.world for client in clients)
+        engines.append(
+            schemas.Engine(
+                engine=name,
+                attached_ranks=len(ranks),
+                expected_ranks=expected,
+                missing_ranks=sorted(set(range(expected)) - ranks) if whole else [],
+            )
+        )
+    return engines
 
 
 def _client(client: AttachedClient) -> schemas.Client:
@@ -29,6 +65,7 @@ def _client(client: AttachedClient) -> schemas.Client:
         engine=client.engine,
         rank=client.rank,
         world=client.world,
+        expected_ranks=client.expected_ranks,
         attached_at=moment(client.since),
         pump=client.attached.pump,
         channel_bytes=client.view.bytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 DAEMON = web.AppKey("daemon", Daemon)
+# Held by an edit from its If-Match check to its end, so that no other comes between.
+EDITS = web.AppKey("edits", asyncio.Lock)
 
 
 def reply(model: BaseModel) -> web.Response:

@@ -1,31 +1,92 @@
-"""GET /v1/events: history, newest first."""
+"""/v1/events: history, newest first, or live as server-sent events."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING, Annotated, Any
 
-from aiohttp import web
+from pydantic import Field
 
 from tierd.api import schemas
-from tierd.api.common import DAEMON, moment, reply
+from tierd.api.common import moment
+from tierd.api.parse import NUMBER, Query
+from tierd.api.routing import Call, Routes
+from tierd.api.streams import stream
 from tierd.catalog import READ_MAX
 
-LIMIT_DEFAULT = 100
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from aiohttp import web
+
+    from tierd.api.streams import Item
+    from tierd.daemon import Daemon
+
 FLUSH_S = 0.5
 
-routes = web.RouteTableDef()
+routes = Routes("events", "What happened.")
 
 
-@routes.get("/v1/events")
-async def get_events(request: web.Request) -> web.Response:
-    """Answer with up to ``?limit=N`` events, of ``?kind=KIND`` if that is given."""
-    text = request.query.get("limit", str(LIMIT_DEFAULT))
-    if not text.isdecimal() or not 1 <= int(text) <= READ_MAX:
-        raise web.HTTPBadRequest(text=f"limit={text}: a number from 1 to {READ_MAX} is wanted")
-    kind = request.query.get("kind")
-    catalog = request.app[DAEMON].catalog
+class EventsQuery(Query):
+    """Which events."""
+
+    limit: Annotated[int, Field(ge=1, le=READ_MAX), NUMBER] = Field(
+        100, description="As many at most; of a stream, as many old ones."
+    )
+    kind: str | None = Field(None, max_length=40, description="Of this kind only.")
+    after: Annotated[int, Field(ge=0, le=2**53), NUMBER] = Field(
+        0, description="With a larger id than this only."
+    )
+
+
+@routes.get("/v1/events", schemas.Events, query=EventsQuery, stream=schemas.Event)
+async def get_events(call: Call) -> schemas.Events | web.StreamResponse:
+    """Events, newest first.
+
+    With `Accept: text/event-stream`, events as they happen; `Last-Event-ID` (or `after`) says
+    where to go on. A reader that does not keep up is dropped and may come back.
+    """
+    query: EventsQuery = call.query
+    if call.wants_stream:
+        return await stream(call.request, _follow(call.daemon, query, _last_seen(call)))
+    rows = await _read(call.daemon, query, query.after)
+    return schemas.Events(events=[_event(row) for row in rows])
+
+
+def _last_seen(call: Call) -> int | None:
+    text = call.request.headers.get("Last-Event-ID", "")
+    if text.isascii() and text.isdecimal() and len(text) < 18:
+        return int(text)
+    return call.query.after or None
+
+
+async def _read(daemon: Daemon, query: EventsQuery, after: int) -> list[dict[str, Any]]:
     # What has happened by now is to be seen, unless the disk is too slow for that.
-    await asyncio.to_thread(catalog.flush, FLUSH_S)
-    rows = await asyncio.to_thread(catalog.events, int(text), kind)
-    events = [schemas.Event(**{**row, "time": moment(row["time"])}) for row in rows]
-    return reply(schemas.Events(events=events))
+    await asyncio.to_thread(daemon.catalog.flush, FLUSH_S)
+    return await asyncio.to_thread(daemon.catalog.events, query.limit, query.kind, after)
+
+
+async def _follow(
+    daemon: Daemon, query: EventsQuery, after: int | None
+) -> AsyncGenerator[Item, None]:
+    """Yield what the reader missed, then what happens."""
+    listener = daemon.hub.join()  # before history is read, so that nothing falls between
+    try:
+        last = after or 0
+        if after is not None:
+            for row in reversed(await _read(daemon, query, after)):
+                last = row["id"]
+                yield _item(row)
+        while (row := await listener.get()) is not None:
+            if query.kind in {None, row["kind"]} and not 0 < row["id"] <= last:
+                yield _item(row)
+    finally:
+        daemon.hub.leave(listener)
+
+
+def _item(row: dict[str, Any]) -> Item:
+    return row["kind"], row["id"] or None, _event(row).model_dump_json()
+
+
+def _event(row: dict[str, Any]) -> schemas.Event:
+    return schemas.Event(**{**row, "time": moment(row["time"])})

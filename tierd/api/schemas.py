@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel
 
@@ -14,9 +14,17 @@ class Device(BaseModel):
     uuid: str
     size_bytes: int
     free_bytes: int
+    block_bytes: int
     direct: bool  # whether reads bypass the page cache
     direct_reason: str  # why not, "" when they do
     images: int
+    note: str  # what was odd when it was opened; mostly ""
+
+
+class Devices(BaseModel):
+    """GET /v1/devices."""
+
+    devices: list[Device]
 
 
 class AbsentDevice(BaseModel):
@@ -43,6 +51,7 @@ class Pump(BaseModel):
     failed: dict[str, int]  # requests, by status
     reads: int
     retries: int
+    next_tier: int  # pages read from a copy of the image, after the retry
     crc_checked: int
     in_flight: int
     in_flight_max: int
@@ -71,6 +80,21 @@ class Refusal(BaseModel):
     reason: str
 
 
+class Scrub(BaseModel):
+    """The check of every page in the background."""
+
+    state: str  # off, running, resting (between passes) or failed
+    image: str  # under the walker; "" between images
+    next_page: int  # of it
+    images_done: int  # in this pass
+    passes: int
+    finished_at: float  # end of the last pass, Unix time; 0 if there was none
+    bad_pages: int  # known now, of all images
+    damaged: dict[str, list[str]]  # image -> what is wrong with it
+    save_error: str  # why progress cannot be kept; "" while it can
+    fault: str  # why it gave up; "" while it has not
+
+
 class Status(BaseModel):
     """GET /v1/status."""
 
@@ -90,8 +114,10 @@ class Status(BaseModel):
     rings: int
     totals: Totals
     history: History
+    scrub: Scrub
     session_faults: int
     refusals: list[Refusal]  # engines of versions that are not served, newest last
+    doctor: Verdict
 
 
 class Totals(BaseModel):
@@ -109,6 +135,8 @@ class Totals(BaseModel):
 
 class Image(BaseModel):
     """A staged table."""
+
+    volatile: ClassVar[set[str]] = {"clients"}  # no edit, so no part of the ETag
 
     name: str
     model: str
@@ -132,6 +160,7 @@ class Image(BaseModel):
     device: str  # the home device
     device_uuid: str
     devices: list[str]  # all that hold a share of it, the home first
+    copies: list[list[str]]  # devices of the same image's copies, its next tiers
     extents: int
     page_version: int  # format of its pages
     fault: str  # why it cannot be served; "" here, since it is
@@ -175,16 +204,27 @@ class Client(BaseModel):
     engine: str
     rank: int
     world: int
+    expected_ranks: int
     attached_at: str
     pump: int
     channel_bytes: int
     rings: list[Ring]
 
 
+class Engine(BaseModel):
+    """The attached ranks of one engine, by its name; ``missing_ranks`` as far as known."""
+
+    engine: str
+    attached_ranks: int
+    expected_ranks: int
+    missing_ranks: list[int]
+
+
 class Clients(BaseModel):
     """GET /v1/clients."""
 
     clients: list[Client]
+    engines: list[Engine]
 
 
 class Event(BaseModel):
@@ -208,6 +248,117 @@ class Health(BaseModel):
 
     status: str
     pumps: int
+
+
+class Ready(BaseModel):
+    """GET /readyz."""
+
+    status: str
+    images: int
+
+
+class Verdict(BaseModel):
+    """What the examination of the machine found, in one word."""
+
+    verdict: Literal["ok", "warning", "problem", "unknown"]  # unknown: not examined (yet)
+    problems: int
+    warnings: int
+
+
+class Finding(BaseModel):
+    """One thing that was examined."""
+
+    check: str  # such as io_uring, memlock
+    subject: str  # what it is about: a device, or ""
+    severity: Literal["ok", "warning", "problem"]
+    finding: str  # one line
+    cause: str  # why it is so, "" when all is well
+    evidence: str  # what was seen
+    cure: str  # the one command that cures it, ""
+
+
+class Doctor(BaseModel):
+    """GET /v1/doctor."""
+
+    verdict: Literal["ok", "warning", "problem", "unknown"]
+    examined_at: str | None
+    findings: list[Finding]
+
+
+class Table(BaseModel):
+    """A table as it is served: where it comes from, and how its reads do.
+
+    Counters are sums over all clients since the daemon's start, those that have gone included.
+    """
+
+    name: str  # model/table
+    image_id: str
+    generation: int
+    layer: int
+    group: str
+    rows: int
+    row_bytes: int
+    tier: Literal["disk"]
+    devices: list[str]
+    window_us: float  # what the pumps order reads by
+    window_source: Literal["assumed", "placement"]
+    clients: int
+    lookups: int
+    hits: int
+    hit_ratio: float | None  # null before the first lookup
+    misses: int
+    steps: int
+    late_steps: int
+    late_ratio: float | None
+    stall_ns: int
+    failed: int
+    tag_errors: int
+
+
+class Tables(BaseModel):
+    """GET /v1/tables."""
+
+    tables: list[Table]
+
+
+class DryRun(BaseModel):
+    """What a change would do; nothing was done."""
+
+    dry_run: Literal[True] = True
+    changes: list[str]  # one line each; empty: nothing would change
+
+
+class Progress(BaseModel):
+    """How far a job is."""
+
+    done_bytes: int
+    total_bytes: int | None  # null until it is known
+    bytes_per_s: float | None
+    left_s: float | None  # at the rate so far
+    doing: str
+
+
+class Job(BaseModel):
+    """Long work of the daemon."""
+
+    job: str
+    kind: str
+    subject: str
+    state: Literal["queued", "running", "done", "failed", "cancelled"]
+    caller: str  # who asked for it
+    request: dict[str, Any]
+    created_at: str
+    started_at: str | None
+    finished_at: str | None
+    progress: Progress
+    result: dict[str, Any] | None
+    error: str  # one line; "" unless it failed or was cancelled
+
+
+class Jobs(BaseModel):
+    """GET /v1/jobs, newest first."""
+
+    jobs: list[Job]
 
 
 Status.model_rebuild()

@@ -1,4 +1,4 @@
-"""GET /v1/status: one look at the whole daemon."""
+"""/v1/status and /v1/doctor: one look at the whole daemon."""
 
 from __future__ import annotations
 
@@ -6,31 +6,36 @@ import asyncio
 import os
 from typing import TYPE_CHECKING, Any
 
-from aiohttp import web
-
 from tierd import __version__
 from tierd.api import schemas
-from tierd.api.common import DAEMON, moment, reply
+from tierd.api.common import moment
+from tierd.api.devices import device_answer
+from tierd.api.doctor import EXAMINATION, verdict
+from tierd.api.routing import Call, Routes
 
 if TYPE_CHECKING:
     from tierd.daemon import Daemon
-    from tierd.io.store import Store
 
-PAGE_BYTES = 4096
-
-routes = web.RouteTableDef()
+routes = Routes("status", "The daemon: what it is, what it serves, how it is.")
 
 
-@routes.get("/v1/status")
-async def get_status(request: web.Request) -> web.Response:
-    """Answer with the daemon's state."""
-    daemon = request.app[DAEMON]
+@routes.get("/v1/status", schemas.Status)
+async def get_status(call: Call) -> schemas.Status:
+    """The daemon's state.
+
+    Counters of pumps count since the daemon's start; `totals` are sums over the clients that are
+    attached now, since each attached.
+    """
+    daemon = call.daemon
     # A pump that is registering a client's memory answers when it has done so.
     counters = await asyncio.to_thread(daemon.plane.stats)
-    return reply(_status(daemon, counters))
+    doctor = verdict(call.request.app[EXAMINATION])
+    return _status(daemon, counters, doctor)
 
 
-def _status(daemon: Daemon, counters: list[dict[str, Any]]) -> schemas.Status:
+def _status(
+    daemon: Daemon, counters: list[dict[str, Any]], doctor: schemas.Verdict
+) -> schemas.Status:
     plane, clients = daemon.plane, daemon.attach.clients.values()
     return schemas.Status(
         name=daemon.settings.daemon.name,
@@ -39,7 +44,7 @@ def _status(daemon: Daemon, counters: list[dict[str, Any]]) -> schemas.Status:
         boot_id=daemon.identity.boot_id,
         started_at=moment(daemon.identity.started),
         uptime_s=round(daemon.identity.uptime_s, 3),
-        devices=[_device(store) for store in plane.stores],
+        devices=[device_answer(store) for store in plane.stores],
         pumps=[schemas.Pump.model_validate(pump) for pump in counters],
         images=len(plane.images),
         absent_devices=[
@@ -54,24 +59,13 @@ def _status(daemon: Daemon, counters: list[dict[str, Any]]) -> schemas.Status:
         rings=sum(len(client.view.rings) for client in clients),
         totals=_totals(daemon),
         history=schemas.History(degraded=daemon.catalog.degraded, lost=daemon.catalog.lost),
+        scrub=schemas.Scrub(**daemon.scrubber.status()),
         session_faults=daemon.attach.faults,
         refusals=[
             schemas.Refusal(pid=r.pid, at=moment(r.at), reason=r.reason)
             for r in daemon.attach.refusals
         ],
-    )
-
-
-def _device(store: Store) -> schemas.Device:
-    device = store.device
-    return schemas.Device(
-        path=device.path,
-        uuid=store.uuid,
-        size_bytes=device.size,
-        free_bytes=store.free_pages * PAGE_BYTES,
-        direct=device.direct,
-        direct_reason=device.direct_reason,
-        images=len(store.images),
+        doctor=doctor,
     )
 
 

@@ -6,7 +6,35 @@ the standard library and click is imported inside the commands, so that help ans
 
 from __future__ import annotations
 
-from tierd.cli import config, devices, images, probe, serving, storage
+from tierd.cli import (
+    config,
+    devices,
+    hook,
+    images,
+    jobs,
+    machine,
+    plan,
+    probe,
+    serving,
+    storage,
+    trace,
+    watching,
+)
 from tierd.cli.base import cli, main
 
-__all__ = ["cli", "config", "devices", "images", "main", "probe", "serving", "storage"]
+__all__ = [
+    "cli",
+    "config",
+    "devices",
+    "hook",
+    "images",
+    "jobs",
+    "machine",
+    "main",
+    "plan",
+    "probe",
+    "serving",
+    "storage",
+    "trace",
+    "watching",
+]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from tierd.cli import jobs
 from tierd.cli.base import (
     Group,
     api_option,
@@ -70,20 +71,58 @@ def show_(image: str, devices: tuple[str, ...], config_path: Path | None, as_jso
 
 @images_.command()
 @click.argument("image", metavar="MODEL/TABLE")
-@devices_option(required=False)
-@click.option("--wipe", is_flag=True, help="Overwrite its bytes with zeroes, and read them back.")
-@config_option
+@devices_option(required=True)
+@click.option(
+    "--to", "targets", multiple=True, required=True, metavar="DEVICE", help="To here; repeatable."
+)
 @json_option
-def delete(
-    image: str, devices: tuple[str, ...], wipe: bool, config_path: Path | None, as_json: bool
-) -> None:
-    """Delete an image and free its room.
+def copy(image: str, devices: tuple[str, ...], targets: tuple[str, ...], as_json: bool) -> None:
+    """Copy an image to other devices: a second tier, read where a page of the first is bad.
 
-    Refused while a daemon has the devices or an engine reads the image. Without --device it is
-    looked for on the configured devices.
+    A daemon may be serving the image; the devices it is copied to must not be served.
     """
     from tierd.tools import offline, show
 
+    made = offline.copy_image(devices, image, targets, quiet=as_json)
+    if as_json:
+        print_json(made)
+    elif made["written_bytes"]:
+        size = show.size(made["written_bytes"])
+        click.echo(f"{image}: copied to {' '.join(made['devices'])}, {size}")
+    else:
+        click.echo(f"{image}: the copy is there already")
+
+
+@images_.command()
+@click.argument("image", metavar="MODEL/TABLE")
+@devices_option(required=False)
+@click.option("--wipe", is_flag=True, help="Overwrite its bytes with zeroes, and read them back.")
+@api_option
+@config_option
+@json_option
+def delete(
+    image: str,
+    devices: tuple[str, ...],
+    wipe: bool,
+    api_socket: str | None,
+    config_path: Path | None,
+    as_json: bool,
+) -> None:
+    """Delete an image and free its room.
+
+    Refused while an engine reads the image. Where a daemon serves the devices, it does the work.
+    Without --device the image is looked for on the daemon's devices, or on the configured ones.
+    """
+    from tierd.tools import offline, show
+
+    serving = jobs.daemon_of(devices, api_socket, config_path)
+    if serving is not None:
+        result = jobs.delete_image(serving.path, image, wipe=wipe, quiet=as_json)
+        if as_json:
+            print_json(result)
+        else:
+            click.echo(f"{image}: deleted{', wiped' if wipe else ''}")
+        return
     gone = offline.delete_image(devices or configured_devices(config_path), image, wipe=wipe)
     if as_json:
         print_json(gone)

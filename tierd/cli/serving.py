@@ -49,6 +49,7 @@ def serve(
     """Serve the images of the configured devices until stopped (SIGTERM, Ctrl-C)."""
     from tierd import config, daemon, log
     from tierd.api.server import RestApi
+    from tierd.tools import doctor
 
     overrides = {
         "daemon.name": name,
@@ -65,7 +66,7 @@ def serve(
 
     settings = read_settings()
     log.setup(settings.log.level, settings.log.format)
-    daemon.serve(settings, RestApi, read_settings)
+    daemon.serve(settings, lambda made: RestApi(made, examine=doctor.examine), read_settings)
 
 
 @cli.command()
@@ -78,10 +79,10 @@ def status(api_socket: str | None, config_path: Path | None, as_json: bool) -> N
     if as_json:
         print_json(state)
         return
-    clients = ask(api_socket, config_path, "/v1/clients")["clients"]
+    listed = ask(api_socket, config_path, "/v1/clients")
     from tierd.tools import show
 
-    show.status(state, clients)
+    show.status(state, listed["clients"], listed["engines"])
 
 
 # Options after the command's name are the command's own.

@@ -15,7 +15,7 @@ import os
 import socket
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,6 +57,14 @@ class ImageRef(BaseModel):
     generation: int = Field(ge=0, lt=1 << 32)
 
 
+class CacheOf(BaseModel):
+    """A row cache of the client, as it says: what the controller reckons with."""
+
+    sets: int = Field(ge=1, le=1 << 27)
+    row_bytes: int = Field(ge=1, le=4096)
+    ways: dict[int, Annotated[int, Field(ge=0, le=32)]] = Field(max_length=64)
+
+
 class AttachRequest(BaseModel):
     """The attach message; unknown keys are those of newer engines and are ignored."""
 
@@ -66,6 +74,7 @@ class AttachRequest(BaseModel):
     world: int = Field(ge=1, le=4096)
     expected_ranks: int = Field(ge=1, le=4096)
     images: list[ImageRef] = Field(min_length=1, max_length=64)
+    caches: list[CacheOf] = Field(default_factory=list, max_length=64)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,10 +86,12 @@ class AttachedClient:
     engine: str
     rank: int
     world: int
+    expected_ranks: int
     since: float
     view: ChannelView
     attached: Attached
     file: tuple[int, int]
+    caches: tuple[CacheOf, ...] = ()
 
     @property
     def let_go(self) -> bool:
@@ -105,6 +116,7 @@ class AttachServer:
 
     Attributes:
         clients: attached clients by id.
+        departed: image name -> ring counters of the clients that have gone, added up.
         faults: sessions that ended by a fault of ours; each is in the log with its traceback.
         refusals: engines of versions that are not served, newest last.
         left: clients whose reads were still in flight when the daemon stopped.
@@ -118,6 +130,7 @@ class AttachServer:
         self.catalog = catalog
         self.boot_id = boot_id
         self.clients: dict[str, AttachedClient] = {}
+        self.departed: dict[str, Counter[str]] = {}
         self.faults = 0
         self.left = 0
         self.refusals: deque[Refusal] = deque(maxlen=REFUSALS_MAX)
@@ -350,9 +363,11 @@ class _Session:
             engine=request.engine,
             rank=request.rank,
             world=request.world,
+            expected_ranks=request.expected_ranks,
             since=time.time(),
             view=view,
             attached=attached,
+            caches=tuple(request.caches),
             file=file,
         )
         server.clients[client.client_id] = client
@@ -394,6 +409,8 @@ class _Session:
         if not await self._let_go(client):
             server.left += 1
             return
+        for image, ring in zip(client.attached.images, stats, strict=True):
+            server.departed.setdefault(image.info.name, Counter()).update(ring)
         del server.clients[client.client_id]
         server.channels.discard(client.file)
         client.view.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import os
 import threading
 import time
@@ -18,13 +19,16 @@ import numpy as np
 from tierd.errors import (
     AttachError,
     ConfigError,
+    DeviceBusyError,
     DeviceDamagedError,
     DeviceError,
     DeviceFailedError,
     DeviceMissingError,
     ImageError,
+    NoDeviceError,
 )
 from tierd.io import _core, find_devices
+from tierd.io.copying import is_copy
 from tierd.io.store import Store
 from tierd.io.store_set import StoreSet
 
@@ -41,22 +45,27 @@ if TYPE_CHECKING:
 # Until a probe has measured them, windows are taken to grow by this much a layer: only their
 # order matters to a pump, and deeper layers do read later.
 LAYER_NS = 200_000
+COPIES_MAX = 7  # of an image that a pump reads; kTableCopiesMax in the core
 BEAT_WAIT_S = 0.5
 STATS_MS = 1000  # for a pump to answer; its loop turns in far less
 STOP_MS = 1000
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class ServedImage:
     """An image and where it lies.
 
     Attributes:
-        striped: the image and the stores that hold it.
+        striped: the image and the stores that hold it: its first tier.
+        leases: descriptors; while one is open, its extents are not reused, and it is not deleted.
+        copies: the same pages on other devices: its next tiers, in order.
         tables: its handle in each pump.
         clients: how many clients have attached it now.
     """
 
     striped: StripedImage
+    leases: list[int]
+    copies: list[StripedImage] = dataclasses.field(default_factory=list)
     tables: list[int] = dataclasses.field(default_factory=list)
     clients: int = 0
 
@@ -74,6 +83,16 @@ class ServedImage:
     def extents(self) -> int:
         """In how many contiguous runs its pages lie, on all its devices."""
         return sum(len(share.extents) for share in self.striped.shares)
+
+    def lease(self) -> None:
+        """Take the leases, for as long as a pump may read it."""
+        for store, held in by_store([self]):
+            self.leases.append(store.reader_fd(held))
+
+    def release(self) -> None:
+        """Give the leases up."""
+        while self.leases:
+            os.close(self.leases.pop())
 
     @property
     def window_ns(self) -> int:
@@ -95,6 +114,7 @@ class DataPlane:
 
     Attributes:
         stores: those that are there, in the order of ``devices.paths``.
+        store_set: the same, as one place for images.
         absent: configured devices that are not: as configured -> why.
         notes: what was odd about the devices when they were opened.
         images: image id -> image.
@@ -108,10 +128,12 @@ class DataPlane:
         self._settings = settings
         self._lock = threading.Lock()
         self._loads: list[int] = []
-        self._leases: list[int] = []
+        self._devices: list[dict[str, int]] = []  # per pump: store's uuid -> the pump's number
+        self._retired: list[ServedImage] = []  # replaced or deleted, and still attached
         self.stores: list[Store] = []
         self.absent: dict[str, str] = {}
         self.notes: list[str] = []
+        # Replaced as a whole, never changed: others read them at any time, without a lock.
         self.images: dict[int, ServedImage] = {}
         self.incomplete: list[StripedImage] = []
         self.shadowed: list[str] = []
@@ -156,25 +178,40 @@ class DataPlane:
                 errors.append(error)
         if not self.stores:
             raise errors[0]
-        self._set = StoreSet(self.stores)
-        self.notes = self._set.notes + self._set.reclaim()
+        self.store_set = StoreSet(self.stores)
+        self.notes = self.store_set.notes + self.store_set.reclaim()
 
     def _collect_images(self) -> None:
-        names = set()
+        """Look through the stores; images that are served already stay the same objects."""
+        known = {image.info.name: image for image in self.images.values()}
+        names: set[str] = set()
+        found: dict[int, list[StripedImage]] = {}
+        shadowed: list[str] = []
+        incomplete: list[StripedImage] = []
         for store in self.stores:
             for stored in store.images:
-                image = self._set.striped(store, stored)
+                image = self.store_set.striped(store, stored)
                 info = image.info
+                same = found.get(info.image_id)
                 if image.fault:
-                    self.incomplete.append(image)
-                elif info.name in names or info.image_id in self.images:
-                    self.shadowed.append(f"{info.name} on {store.device.path}")
+                    incomplete.append(image)
+                elif same is not None and is_copy(same[0], image):
+                    if len(same) <= COPIES_MAX:
+                        same.append(image)
+                elif info.name in names or same is not None:
+                    shadowed.append(f"{info.name} on {store.device.path}")
                 else:
                     names.add(info.name)
-                    self.images[info.image_id] = ServedImage(image)
-        # While a pump may read an image its extents are not reused, and it is not deleted.
-        for store, held in by_store(list(self.images.values()), self.stores):
-            self._leases.append(store.reader_fd(held))
+                    found[info.image_id] = [image]
+        self.images = {
+            image_id: _unchanged(known.get(first.name), first, copies)
+            or ServedImage(first, [], copies)
+            for image_id, (first, *copies) in found.items()
+        }
+        self.incomplete, self.shadowed = incomplete, shadowed
+        for served in self.images.values():
+            if not served.leases:
+                served.lease()
 
     def _start_pump(self, number: int) -> None:
         wanted = self._settings.pump
@@ -193,17 +230,68 @@ class DataPlane:
         # The exclusive descriptor itself: the kernel lets a successor have the device once no read
         # through it is in flight, which is what makes its open a drain fence.
         devices = {store.uuid: pump.add_device(store.device.fileno()) for store in self.stores}
+        self._devices.append(devices)
         for image in self.images.values():
-            table = pump.add_table(
-                image_id=image.info.image_id,
-                generation=image.info.generation,
-                row_bytes=image.info.table.row_bytes,
-                rows=image.info.table.rows,
-                window_ns=image.window_ns,
-                extents=_extent_array(image.striped, devices),
-            )
-            image.tables.append(table)
+            self._add_table(number, image)
         pump.start()
+
+    def _add_table(self, number: int, image: ServedImage) -> None:
+        table = self.pumps[number].add_table(
+            image_id=image.info.image_id,
+            generation=image.info.generation,
+            row_bytes=image.info.table.row_bytes,
+            rows=image.info.table.rows,
+            window_ns=image.window_ns,
+            extents=_extent_array(image.striped, self._devices[number]),
+            copies=[_extent_array(copy, self._devices[number]) for copy in image.copies],
+        )
+        image.tables.append(table)
+
+    def refresh(self) -> None:
+        """Serve what the stores hold now: what was staged meanwhile, and no more what was deleted.
+
+        Clients keep what they have attached: the tables of a replaced image go with its last one.
+        """
+        with self._lock:
+            before = list(self.images.values())
+            self._collect_images()
+            after = list(self.images.values())
+            for image in after:
+                for number in range(len(image.tables), len(self.pumps)):
+                    self._add_table(number, image)
+            self._retired += [image for image in before if image not in after]
+            self._drop_retired()
+
+    def _drop_retired(self) -> None:
+        for image in [each for each in self._retired if not each.clients]:
+            self._retired.remove(image)
+            for pump, table in zip(self.pumps, image.tables, strict=False):
+                pump.remove_table(table)
+            image.release()
+
+    def delete(self, name: str, *, wipe: bool = False) -> None:
+        """Delete an image that nobody has attached.
+
+        Raises:
+            ImageError: it is not served here.
+            DeviceBusyError: somebody has attached it.
+            DeviceError: the device could not be changed.
+        """
+        with self._lock:
+            image = self.named(name)
+            if image.clients:
+                raise DeviceBusyError(
+                    f"image {name} is attached by {image.clients} clients, so it cannot be "
+                    "deleted; stop the engines first; run: tierd status"
+                )
+            self.images = {k: v for k, v in self.images.items() if v is not image}
+            self._retired.append(image)
+            self._drop_retired()
+        try:
+            for tier in (*image.copies, image.striped):
+                self.store_set.delete(tier, wipe=wipe)
+        finally:
+            self.refresh()  # it is served again if it is still there
 
     def find(self, image_id: int, generation: int) -> ServedImage:
         """Return the image that a client asks for.
@@ -225,6 +313,33 @@ class DataPlane:
             )
         return image
 
+    def named(self, name: str) -> ServedImage:
+        """Return the image called ``model/table``.
+
+        Raises:
+            ImageError: it is not served here.
+        """
+        for image in self.images.values():
+            if image.info.name == name:
+                return image
+        near = difflib.get_close_matches(name, [i.info.name for i in self.images.values()], n=1)
+        hint = f"; did you mean {near[0]}?" if near else "; run: tierd images"
+        raise ImageError(f"there is no image {name[:200]} here{hint}")
+
+    def store_of(self, device: str) -> Store:
+        """Return the store on a device, named by its path or its UUID.
+
+        Raises:
+            DeviceError: this daemon does not have it.
+        """
+        for store in self.stores:
+            if device in {store.uuid, store.device.path}:
+                return store
+            with contextlib.suppress(OSError, ValueError):  # no such file, or no name of one
+                if os.path.samefile(device, store.device.path):
+                    return store
+        raise NoDeviceError(f"{device[:200]}: not a device of this daemon; run: tierd status")
+
     def attach(
         self, channel_fd: int, images: Sequence[ServedImage], hints: bool = False
     ) -> Attached:
@@ -238,6 +353,8 @@ class DataPlane:
         with self._lock:
             number = min(range(len(self.pumps)), key=lambda pump: self._loads[pump])
             self._loads[number] += len(images)
+            for image in images:
+                image.clients += 1  # from here on its tables stay
         pump = self.pumps[number]
         channel = None
         try:
@@ -247,23 +364,23 @@ class DataPlane:
         except (ValueError, OSError, RuntimeError) as error:
             if channel is not None:
                 pump.remove_channel(channel)
-            with self._lock:
-                self._loads[number] -= len(images)
+            self._release(number, images)
             raise AttachError(f"the channel cannot be served: {error}") from None
-        with self._lock:
-            for image in images:
-                image.clients += 1
         return Attached(pump=number, channel=channel, images=tuple(images))
 
     def detach(self, attached: Attached, timeout_ms: int = -1) -> bool:
         """Let go of a channel once no read of it is in flight; False if there still is one."""
         if not self.pumps[attached.pump].remove_channel(attached.channel, timeout_ms):
             return False
-        with self._lock:
-            self._loads[attached.pump] -= len(attached.images)
-            for image in attached.images:
-                image.clients -= 1
+        self._release(attached.pump, attached.images)
         return True
+
+    def _release(self, number: int, images: Sequence[ServedImage]) -> None:
+        with self._lock:
+            self._loads[number] -= len(images)
+            for image in images:
+                image.clients -= 1
+            self._drop_retired()
 
     def stats(self) -> list[dict[str, Any]]:
         """Return each pump's counters; those of the last look for a pump that stands still."""
@@ -302,9 +419,8 @@ class DataPlane:
         if self.stuck:
             return
         self.pumps.clear()
-        for fd in self._leases:
-            os.close(fd)
-        self._leases.clear()
+        for image in [*self.images.values(), *self._retired]:
+            image.release()
         for store in self.stores:
             store.close()
         self.stores.clear()
@@ -319,28 +435,36 @@ def image_map(images: Sequence[ServedImage]) -> dict[str, Any]:
                 "generation": image.info.generation,
                 "row_bytes": image.info.table.row_bytes,
                 "rows": image.info.table.rows,
-                "devices": [
-                    {"uuid": share.uuid, "extents": image.striped.extent_rows(index).tolist()}
-                    for index, share in enumerate(image.striped.shares)
-                ],
+                "devices": _shares_json(image.striped),
+                "copies": [_shares_json(copy) for copy in image.copies],
             }
             for image in images
         ]
     }
 
 
-def by_store(
-    images: Sequence[ServedImage], stores: Sequence[Store] = ()
-) -> list[tuple[Store, list[StoredImage | Part]]]:
-    """Return the stores that hold these images, each once, with what each holds of them.
+def _unchanged(
+    served: ServedImage | None, first: StripedImage, copies: list[StripedImage]
+) -> ServedImage | None:
+    """Return what is served already if it is this."""
+    same = served is not None and (served.striped, served.copies) == (first, copies)
+    return served if same else None
 
-    ``stores`` come first, in their order, whether they hold anything or not.
-    """
-    found: dict[str, tuple[Store, list[StoredImage | Part]]] = {
-        store.uuid: (store, []) for store in stores
-    }
-    for image in images:
-        for share in image.striped.shares:
+
+def _shares_json(image: StripedImage) -> list[dict[str, Any]]:
+    return [
+        {"uuid": share.uuid, "extents": image.extent_rows(index).tolist()}
+        for index, share in enumerate(image.shares)
+    ]
+
+
+def by_store(images: Sequence[ServedImage]) -> list[tuple[Store, list[StoredImage | Part]]]:
+    """Return the stores that hold these images and their copies, and what each holds of them."""
+    found: dict[str, tuple[Store, list[StoredImage | Part]]] = {}
+    tiers = [image.striped for image in images]
+    tiers += [copy for image in images for copy in image.copies]
+    for image in tiers:
+        for share in image.shares:
             assert share.store is not None, "images that are served are whole"
             assert share.holding is not None, "and committed"
             found.setdefault(share.uuid, (share.store, []))[1].append(share.holding)

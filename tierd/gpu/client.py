@@ -18,6 +18,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Self
 
 from tierd.errors import AttachError
+from tierd.gpu import caches, tracing
 from tierd.gpu.hints import HintRing, hint_rows
 from tierd.gpu.keeper import Keeper
 from tierd.gpu.link import Link
@@ -53,6 +54,8 @@ class Client:
         self._images = tuple(images)
         self._tables = tables
         self._hints: dict[str, HintRing] = {}
+        self._pid = os.getpid()
+        self._recorder: tracing.Recorder | None = None
         # Also when the engine ends without a close: the daemon then knows that it was no accident.
         self._finalizer = weakref.finalize(self, keeper.close)
 
@@ -67,6 +70,7 @@ class Client:
         rows_max: int,
         rank: int = 0,
         world: int = 1,
+        expected_ranks: int | None = None,
         wait_s: float = 30.0,
         arena_pages: int | None = None,
         options: TableOptions | None = None,
@@ -81,6 +85,7 @@ class Client:
             rows_max: missing rows that one request may list; larger ids go in sub-batches.
             rank: this rank's number.
             world: ranks of the engine.
+            expected_ranks: how many of them the daemon of this node should see; None says all.
             wait_s: how long to wait for a daemon that is not there yet, seconds.
             arena_pages: pages of each arena; None makes room for two full requests.
             options: how the tables are wanted: on which device, which rows, audited or not.
@@ -106,6 +111,7 @@ class Client:
                 rows_max=rows_max,
                 rank=rank,
                 world=world,
+                expected_ranks=world if expected_ranks is None else expected_ranks,
                 arena_pages=2 * rows_max if arena_pages is None else arena_pages,
                 options=options,
                 device=device,
@@ -126,6 +132,7 @@ class Client:
         rows_max: int,
         rank: int,
         world: int,
+        expected_ranks: int,
         arena_pages: int,
         options: TableOptions,
         device: torch.device | None,
@@ -151,7 +158,11 @@ class Client:
             "engine": engine,
             "rank": rank,
             "world": world,
-            "expected_ranks": world,
+            "expected_ranks": expected_ranks,
+            "caches": [
+                {"sets": part.sets, "row_bytes": part.row_bytes, "ways": part.quotas}
+                for part in caches.plan([image.table for image in images], cache_rows)
+            ],
             "images": [
                 {"image_id": f"{image.image_id:016x}", "generation": image.generation}
                 for image in images
@@ -166,20 +177,30 @@ class Client:
             if isinstance(table, TableClient):  # a GPU rings no pump
                 keeper.on_rewake(table.rewaker())
         client = cls(keeper, channel, images, tables)
-        if options.hint_pages:
-            for number, image in enumerate(images):
-                ring = len(images) + number
-                hints = HintRing(
-                    channel,
-                    ring,
-                    link.wake_fd,
-                    rows=image.table.rows,
-                    per_page=image.rows_per_page,
-                    pages=options.hint_pages,
-                )
-                client._hints[image.name] = hints
-                keeper.on_rewake(hints.rewake)
+        client._add_hints(link, options.hint_pages)
+        client.record(tracing.recorder(images, engine))
         return client
+
+    def _add_hints(self, link: Link, pages: int) -> None:
+        """Bind the hint rings, which follow the images' rings in the channel."""
+        for number, image in enumerate(self._images if pages else ()):
+            hints = HintRing(
+                self._channel,
+                len(self._images) + number,
+                link.wake_fd,
+                rows=image.table.rows,
+                per_page=image.rows_per_page,
+                pages=pages,
+            )
+            self._hints[image.name] = hints
+            self.keeper.on_rewake(hints.rewake)
+
+    def record(self, recorder: tracing.Recorder | None) -> None:
+        """Let a recorder note every kick of the CPU twins from now on, until the client closes."""
+        self._recorder = recorder
+        for table in self._tables.values():
+            if isinstance(table, TableClient):
+                table.recorder = recorder
 
     def table(self, name: str) -> Table:
         """Return a table by its name, such as ``layers.1.engram``, or by ``model/table``.
@@ -249,6 +270,8 @@ class Client:
         for table in self._tables.values():
             table.close()
         self._hints.clear()
+        if self._recorder is not None and os.getpid() == self._pid:
+            self._recorder.close()
         self._finalizer()
         self._channel = None  # its memory goes now, not when this object does
 

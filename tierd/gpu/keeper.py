@@ -69,6 +69,7 @@ class Keeper:
         """
         self.link = link
         self.attaches = 1
+        self._takeovers_before = 0  # by guardians that were replaced
         self._path = path
         self._channel = channel
         self._request = request
@@ -81,7 +82,9 @@ class Keeper:
         self._next: Link | None = None  # in the making
         self._stale = False  # the guardian has the last daemon's descriptors
         self._said = ""
-        self._guardian: Any = self._make_guardian(link)
+        self._guardian: Any = None
+        self._guarded = -1  # the channel's number there
+        self._guard(*self._make_guardian(link))
         self._thread = threading.Thread(target=self._run, name="tierd-keeper", daemon=True)
         self._thread.start()
 
@@ -91,8 +94,13 @@ class Keeper:
             self._rewakes.append(rewake)
 
     @property
+    def takeovers(self) -> int:
+        """How often this engine has taken a ring from a daemon."""
+        return self._takeovers_before + int(self.guardian_stats["takeovers"])
+
+    @property
     def guardian_stats(self) -> dict[str, Any]:
-        """The guardian's counters; ``takeovers`` counts rings taken."""
+        """The present guardian's counters."""
         with self._lock:
             return dict(self._guardian.stats())
 
@@ -208,7 +216,8 @@ class Keeper:
 
     # --- the guardian ----------------------------------------------------------------------------
 
-    def _make_guardian(self, link: Link) -> Any:
+    def _make_guardian(self, link: Link) -> tuple[Any, int, list[int]]:
+        """Return a running pump, the channel's number in it and the table of each ring."""
         guardian = _core.Pump(
             guardian=True,
             queue_depth=QUEUE_DEPTH,
@@ -229,18 +238,22 @@ class Keeper:
             }
             guardian.start()
             channel = guardian.add_channel(self._channel.fd)
-            for ring, image in enumerate(self._request["images"]):
-                guardian.add_ring(channel, ring, tables[int(image["image_id"], 16)])
+            wanted = [tables[int(image["image_id"], 16)] for image in self._request["images"]]
         except (KeyError, TypeError, ValueError, OSError, RuntimeError) as error:
             guardian.stop(STOP_MS)
             raise AttachError(f"the daemon's image map cannot be used: {error!r}") from None
-        return guardian
+        return guardian, channel, wanted
+
+    def _guard(self, guardian: Any, channel: int, tables: list[int]) -> None:
+        for ring, table in enumerate(tables):
+            guardian.add_ring(channel, ring, table)
+        self._guardian, self._guarded = guardian, channel
 
     def _renew_guardian(self) -> None:
         """Replace the guardian by one with the present daemon's descriptors, while it is idle.
 
-        The new one holds its leases, and a device may have come back under another name. For the
-        milliseconds in between nobody guards; whatever happens in them is found afterwards.
+        The new one holds its leases, and a device may have come back under another name. For less
+        than a millisecond nobody guards; whatever happens in it is found afterwards.
         """
         stats = self._guardian.stats()
         if stats["in_flight"] or any(ring["serving"] for ring in stats["rings"]):
@@ -248,25 +261,33 @@ class Keeper:
         with self._lock, contextlib.suppress(AttachError):
             if self._stopping:
                 return
-            before = self._guardian
-            if not before.stop(STOP_MS):
+            before, after = self._guardian, self._make_guardian(self.link)
+            if not before.remove_channel(self._guarded, STOP_MS):
+                after[0].stop(STOP_MS)  # it began to serve just now, and its reads hang
                 return
-            self._guardian = self._make_guardian(self.link)
+            self._guard(*after)
             self._stale = False
+            self._takeovers_before += int(before.stats()["takeovers"])
+            before.stop(STOP_MS)
 
 
 def _table(image: dict[str, Any], devices: dict[str, int]) -> dict[str, Any]:
     """Return what Pump.add_table wants to know of an image of the map."""
-    extents = [
-        (first_page, pages, devices[device["uuid"]], device_page)
-        for device in image["devices"]
-        for first_page, pages, device_page in device["extents"]
-    ]
+
+    def rows(places: list[dict[str, Any]]) -> Any:
+        extents = [
+            (first_page, pages, devices[device["uuid"]], device_page)
+            for device in places
+            for first_page, pages, device_page in device["extents"]
+        ]
+        return np.array(sorted(extents), dtype=np.uint64).reshape(-1, 4)
+
     return {
         "image_id": int(image["image_id"], 16),
         "generation": int(image["generation"]),
         "row_bytes": int(image["row_bytes"]),
         "rows": int(image["rows"]),
         "window_ns": 0,
-        "extents": np.array(sorted(extents), dtype=np.uint64).reshape(-1, 4),
+        "extents": rows(image["devices"]),
+        "copies": [rows(copy) for copy in image.get("copies", ())],
     }

@@ -221,7 +221,7 @@ class Prober:
 
     def window(self, layer: int) -> LayerWindow:
         """Try longer and longer delays until the step grows, at most to twice its length."""
-        points = []
+        points: list[tuple[float, float]] = []
         delay = self.noise_s
         while len(points) < STEPS_MAX and delay < 2 * self.step_s + 4 * self.noise_s:
             points.append((delay, self.growth(layer, delay)))

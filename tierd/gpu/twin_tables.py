@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from tierd.gpu.audit import Audit
     from tierd.gpu.tables import TableOptions
+    from tierd.gpu.tracing import Recorder
     from tierd.types import ImageInfo
 
 
@@ -26,6 +27,7 @@ class TableClient:
     Attributes:
         info: the image it reads.
         quota: ways of each set of the cache that it may hold.
+        recorder: notes every kick; None: nobody does.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class TableClient:
     ) -> None:
         self.info = info
         self.quota = quota
+        self.recorder: Recorder | None = None
         self._twin = twin
         self._device = device
         self._audit = audit
@@ -59,6 +62,8 @@ class TableClient:
         """
         with self._explained():
             self._open().kick(ids)
+        if self.recorder is not None:
+            self.recorder.note(self.info, ids)
 
     def gather(self, ids: Any, out: Any) -> None:
         """Wait for the rows and write them to ``out``.

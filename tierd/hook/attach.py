@@ -9,6 +9,7 @@ be bound by the name under which its tables were staged.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import threading
@@ -27,6 +28,7 @@ from tierd.types import ImageInfo, RowFormat, TableKind, TableSpec
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
+    from typing import Any
 
     from numpy.typing import NDArray
 
@@ -37,6 +39,39 @@ SELF_TEST_ROWS = 16  # per table; reading them costs a few milliseconds
 # Missing rows that one request of each table may list, all tables together: 32 MiB of channel.
 _ROWS_MAX_TOTAL = 2048
 _ROWS_MAX_LEAST = 128
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineRank:
+    """Who attaches.
+
+    Attributes:
+        engine: name and version, for people.
+        rank: this rank's number.
+        world: ranks of the engine.
+        expected_ranks: how many of them this node's daemon should see.
+        applies_scale: whether the engine multiplies rows of an fp8 table by its scale.
+    """
+
+    engine: str
+    rank: int = 0
+    world: int = 1
+    expected_ranks: int = 1
+    applies_scale: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FoundTables:
+    """A checkpoint's tables and the images with their fingerprints, in the same order.
+
+    Attributes:
+        directory: the checkpoint; None for tables that are bound by name.
+        specs: the tables as the checkpoint, or the image, has them.
+    """
+
+    directory: Path | None
+    specs: tuple[TableSpec, ...]
+    images: tuple[ImageInfo, ...]
 
 
 class AttachedTables:
@@ -80,7 +115,7 @@ def _close(client: gpu_client.Client, pid: int) -> None:
 
 
 def attach_checkpoint(
-    directory: Path, files: Iterable[Path], kind: TableKind, settings: HookSettings, engine: str
+    directory: Path, files: Iterable[Path], kind: TableKind, settings: HookSettings, who: EngineRank
 ) -> AttachedTables:
     """Attach a checkpoint's tables of one kind and try them.
 
@@ -89,32 +124,54 @@ def attach_checkpoint(
         files: the shards that the engine loads; the tables must lie in these.
         kind: which tables.
         settings: socket, name and cache size.
-        engine: the engine's name and version, for people.
+        who: the engine.
 
     Raises:
         HookError: no image has the fingerprint of these tables, or a row differs.
         AttachError: no daemon, or it refused.
     """
-    with _open(directory) as checkpoint:
-        specs = _specs(checkpoint, files, kind)
-        images = _images(settings)
-        chosen = [_match(checkpoint, spec, images, settings) for spec in specs]
-        attached = _attach(chosen, settings, engine)
-        try:
-            for spec in specs:
-                _self_test(checkpoint, spec, attached.table(kind, spec.layer))
-        except BaseException:
-            attached.client.close()
-            raise
+    found = find_checkpoint(directory, files, kind, settings)
+    attached = attach_found(found, settings, who)
+    try:
+        test_rows(found, attached)
+    except BaseException:
+        attached.client.close()
+        raise
     return attached
 
 
-def attach_named(kind: TableKind, settings: HookSettings, engine: str) -> AttachedTables:
+def attach_named(kind: TableKind, settings: HookSettings, who: EngineRank) -> AttachedTables:
     """Attach the tables that were staged under ``settings.model``, for a model without files.
 
     Raises:
         HookError: that name has no table of this kind.
         AttachError: no daemon, or it refused.
+    """
+    return attach_found(find_named(kind, settings), settings, who)
+
+
+def find_checkpoint(
+    directory: Path, files: Iterable[Path], kind: TableKind, settings: HookSettings
+) -> FoundTables:
+    """Find the images of a checkpoint's tables of one kind at the daemon.
+
+    Raises:
+        HookError: no image has the fingerprint of these tables.
+        AttachError: no daemon.
+    """
+    with _open(directory) as checkpoint:
+        specs = _specs(checkpoint, files, kind)
+        images = _images(settings)
+        chosen = [_match(checkpoint, spec, images, settings) for spec in specs]
+    return FoundTables(directory, tuple(specs), tuple(chosen))
+
+
+def find_named(kind: TableKind, settings: HookSettings) -> FoundTables:
+    """Find the images of the tables that were staged under ``settings.model``.
+
+    Raises:
+        HookError: that name has no table of this kind.
+        AttachError: no daemon.
     """
     chosen = [image for image in _images(settings) if image.table.kind == kind]
     if not chosen:
@@ -122,7 +179,31 @@ def attach_named(kind: TableKind, settings: HookSettings, engine: str) -> Attach
             f"the daemon at {settings.socket} has no {kind.value} table of model "
             f"{settings.model!r}; run: tierd images"
         )
-    return _attach(chosen, settings, engine)
+    return FoundTables(None, tuple(image.table for image in chosen), tuple(chosen))
+
+
+def test_rows(found: FoundTables, attached: AttachedTables) -> None:
+    """Compare sampled rows of every table with the checkpoint's bytes.
+
+    Raises:
+        HookError: a row differs.
+    """
+    assert found.directory is not None
+    with _open(found.directory) as checkpoint:
+        for spec in found.specs:
+            _self_test(checkpoint, spec, attached.table(spec.kind, spec.layer))
+
+
+def stored_rows(found: FoundTables, spec: TableSpec, ids: Iterable[int]) -> NDArray[np.uint8]:
+    """Return rows as the checkpoint stores them, by reads of its files alone.
+
+    Returns:
+        uint8 [ids, row_bytes].
+    """
+    assert found.directory is not None
+    with _open(found.directory) as checkpoint:
+        reader = io_tables.RowReader(checkpoint, spec)
+        return np.concatenate([reader.read(int(row), 1) for row in ids])
 
 
 def _open(directory: Path) -> Checkpoint:
@@ -187,12 +268,27 @@ def _match(
     raise HookError(f"{where} has no image of table {spec.name} of {directory}; {cure}")
 
 
-def _attach(images: Sequence[ImageInfo], settings: HookSettings, engine: str) -> AttachedTables:
+def attach_found(
+    found: FoundTables, settings: HookSettings, who: EngineRank, **options: Any
+) -> AttachedTables:
+    """Attach tables that were found.
+
+    Args:
+        found: which.
+        settings: socket and cache size.
+        who: the engine and its rank.
+        options: for :meth:`tierd.gpu.client.Client.attach`, such as ``rows_max``.
+
+    Raises:
+        HookError: two tables for one layer, or fp8 rows for an engine that does not scale them.
+        AttachError: no daemon, or it refused.
+    """
+    images = found.images
     for image in images:
-        if image.table.row_format == RowFormat.E4M3:
+        if image.table.row_format == RowFormat.E4M3 and not who.applies_scale:
             raise HookError(
-                f"{image.name}: {engine} does not apply the scale of an fp8 table, so its own rows "
-                "would be wrong, too; use a checkpoint with a bf16 table"
+                f"{image.name}: {who.engine} does not apply the scale of an fp8 table, so its own "
+                "rows would be wrong, too; use a checkpoint with a bf16 table"
             )
     places = [(image.table.kind, image.table.layer) for image in images]
     for image, place in zip(images, places, strict=True):
@@ -201,14 +297,17 @@ def _attach(images: Sequence[ImageInfo], settings: HookSettings, engine: str) ->
                 f"{image.name} is one of several tables for layer {image.table.layer}; set "
                 "TIERD_MODEL to the name of the model to serve; run: tierd images"
             )
-    rows_max = max(_ROWS_MAX_LEAST, _ROWS_MAX_TOTAL // len(images))
+    options.setdefault("rows_max", max(_ROWS_MAX_LEAST, _ROWS_MAX_TOTAL // len(images)))
     client = gpu_client.Client.attach(
         settings.socket,
         images,
-        engine=engine,
+        engine=who.engine,
+        rank=who.rank,
+        world=who.world,
+        expected_ranks=who.expected_ranks,
         cache_rows=settings.cache_rows,
-        rows_max=rows_max,
         wait_s=settings.wait_s,
+        **options,
     )
     return AttachedTables(client)
 

@@ -191,7 +191,7 @@ def _attach_named(kind: TableKind) -> attach.AttachedTables:
         )
     key = (wanted, kind, os.getpid())
     if key not in _named:
-        _named[key] = attach.attach_named(kind, wanted, _engine)
+        _named[key] = attach.attach_named(kind, wanted, attach.EngineRank(_engine))
     return _named[key]
 
 

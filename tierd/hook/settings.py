@@ -40,8 +40,11 @@ def override(**values: str | int | None) -> None:
     _overrides.update({key: value for key, value in values.items() if value is not None})
 
 
-def current() -> HookSettings:
+def current(*, cache_rows: int = DEFAULT_CACHE_ROWS) -> HookSettings:
     """Return the settings for a model that is loaded now.
+
+    Args:
+        cache_rows: the engine's default, where the environment names no number.
 
     Raises:
         HookError: a value that cannot be used.
@@ -49,14 +52,19 @@ def current() -> HookSettings:
     values: dict[str, Any] = {
         "socket": os.environ.get("TIERD_SOCKET") or DEFAULT_SOCKET,
         "model": os.environ.get("TIERD_MODEL") or None,
-        "cache_rows": _count("TIERD_CACHE_ROWS", DEFAULT_CACHE_ROWS),
-        "wait_s": WAIT_S,
+        "cache_rows": count("TIERD_CACHE_ROWS", cache_rows),
+        "wait_s": float(count("TIERD_WAIT_S", int(WAIT_S), what="seconds")),
     }
     return HookSettings(**(values | _overrides))
 
 
-def _count(name: str, default: int) -> int:
+def count(name: str, default: int, *, what: str = "rows") -> int:
+    """Return a whole number above 0 from the environment.
+
+    Raises:
+        HookError: it is no such number.
+    """
     text = os.environ.get(name) or str(default)
     if not text.isascii() or not text.isdigit() or int(text) == 0:
-        raise HookError(f"{name}={text!r} is not a number of rows, such as {default}")
+        raise HookError(f"{name}={text!r} is not a number of {what}, such as {default}")
     return int(text)

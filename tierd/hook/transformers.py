@@ -124,7 +124,7 @@ def _bind(modules: list[nn.Module], files: list[Path], engine: str) -> None:
         stand_in: rows.TableStandIn = module.tierd  # type: ignore[assignment]
         if stand_in.kind not in by_kind:
             by_kind[stand_in.kind] = attach.attach_checkpoint(
-                files[0].parent, files, stand_in.kind, wanted, engine
+                files[0].parent, files, stand_in.kind, wanted, attach.EngineRank(engine)
             )
         stand_in.bind(by_kind[stand_in.kind], module.weight.dtype)  # type: ignore[arg-type]
 

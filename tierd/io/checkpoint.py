@@ -7,6 +7,7 @@ Every shard's length is checked against its header before any tensor is believed
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import threading
@@ -178,6 +179,11 @@ def _unreadable(path: Path, error: OSError) -> CheckpointError:
 
 
 def _find_index(path: Path) -> Path | None:
+    try:
+        path.stat()
+    except OSError as error:  # such as no permission, or a name that no file can have
+        if error.errno not in {errno.ENOENT, errno.ENOTDIR}:
+            raise _unreadable(path, error) from None
     if path.is_file():
         return None
     if not path.is_dir():

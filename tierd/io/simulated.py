@@ -86,6 +86,10 @@ class SimulatedHost:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         return SimulatedDevice(path, fd, native, write=write, block_size=self.block_size)
 
+    def native_at(self, path: str) -> Any:
+        """Return the native device that a path names."""
+        return self.natives[self.paths.index(path)]
+
     def power_up(self, loss: Any) -> None:
         """Let the power come back; ``loss`` (a SimLoss) says what becomes of unflushed writes."""
         for native in self.natives:

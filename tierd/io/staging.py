@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import re
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -59,6 +59,18 @@ class StageResult:
     seconds: float
     write_seconds: float = 0.0
 
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dict."""
+        return {
+            "name": self.info.name,
+            "image_id": f"{self.info.image_id:016x}",
+            "generation": self.info.generation,
+            "rows": self.info.table.rows,
+            "pages": self.info.pages,
+            "written_bytes": self.written_bytes,
+            "seconds": self.seconds,
+        }
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Job:
@@ -98,7 +110,7 @@ def stage(
         DeviceError: a write, a flush or a commit failed; likewise.
         ImageError: an unusable model name.
     """
-    _require_model_name(model)
+    require_model_name(model)
     stores = StoreSet.of(store)
     jobs = [_job(stores, checkpoint, spec, model) for spec in specs]
     stores.require_room([(job.name, job.geometry.pages) for job in jobs if job.present is None])
@@ -120,7 +132,12 @@ def stage(
     return results
 
 
-def _require_model_name(model: str) -> None:
+def require_model_name(model: str) -> None:
+    """Refuse a name under which images cannot be found.
+
+    Raises:
+        ImageError: it has other characters than names have, or too many.
+    """
     if len(model) > _MODEL_NAME_MAX or not _MODEL_NAME.fullmatch(model):
         raise ImageError(
             f"model name {model[:_MODEL_NAME_MAX]!r} cannot be used: letters, digits and ._+@- in "

@@ -304,8 +304,8 @@ class StoreSet:
 
     # --- giving up -------------------------------------------------------------------------------
 
-    def delete(self, name: str, *, wipe: bool = False) -> StripedImage:
-        """Delete an image everywhere; return what it was.
+    def delete(self, image: StripedImage | str, *, wipe: bool = False) -> StripedImage:
+        """Delete an image, or the one of a name, from its devices; return what it was.
 
         A device that is missing keeps its part until it is opened together with the home again.
 
@@ -315,7 +315,9 @@ class StoreSet:
             DeviceBusyError: a reader holds a lease on it.
             DeviceError: a commit or the wipe failed.
         """
-        image = self.image(name)
+        if isinstance(image, str):
+            image = self.image(image)
+        name = image.name
         if wipe and any(share.store is None for share in image.shares):
             raise ImageIncompleteError(
                 f"image {name} cannot be wiped: {image.fault}; attach that device and name it, "
@@ -324,15 +326,19 @@ class StoreSet:
         for share in image.shares:
             if share.store is not None and share.holding is not None:
                 share.store.require_unleased(share.holding)
-        image.home.delete_image(name, wipe=wipe)
-        self._drop_parts(image.home, image.stored, wipe=wipe)
+        try:
+            image.home.delete_image(name, wipe=wipe)
+        finally:  # a wipe that fails on one device leaves the others nothing to keep
+            if image.home.find(name) is None:
+                self._drop_parts(image.home, image.stored, wipe=wipe)
         return image
 
     def _drop_parts(self, home: Store, image: StoredImage, *, wipe: bool = False) -> None:
-        for member in image.members:
-            store = self._by_uuid.get(member.uuid)
-            if store is not None:
-                store.drop_parts([_part_of(home, image, member)], wipe=wipe)
+        with contextlib.ExitStack() as stack:  # every one is tried, whatever another one raises
+            for member in image.members:
+                store = self._by_uuid.get(member.uuid)
+                if store is not None:
+                    stack.callback(store.drop_parts, [_part_of(home, image, member)], wipe=wipe)
 
     def reclaim(self) -> list[str]:
         """Give up parts that their home, which is here, does not name; return what was done.

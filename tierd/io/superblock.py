@@ -42,6 +42,7 @@ FORMAT_VERSION = 2  # 1 knew images of one device only
 _ROOT = struct.Struct("<8sIIQ16sQQQQQI")
 _TAIL = struct.Struct("<8sI")
 _TAIL_OFFSET = ROOT_BYTES - _TAIL.size
+_NO_ROOT = "no root there"
 _READS = 5  # of a root or table that is not right
 _LOOKS = 2  # at a root that is right: an old content that a disk returns once is right, too
 _WRITES = 3  # of what does not read back
@@ -102,7 +103,7 @@ class Root:
         )
         tail_magic, stored_crc = _TAIL.unpack_from(data, _TAIL_OFFSET)
         if MAGIC not in (magic, tail_magic):
-            return "no root there"
+            return _NO_ROOT
         if crc(data[: ROOT_BYTES - 4]) != stored_crc or magic != MAGIC:
             return "its checksum is wrong"
         if version > FORMAT_VERSION:
@@ -195,7 +196,7 @@ def load(device: Device) -> Loaded | None:
             )
         table = _find_table(device, root)
         if isinstance(table, ExtentTable):
-            odd = [fault for fault in faults if not fault.endswith("no root there")]
+            odd = [fault for fault in faults if not fault.endswith(_NO_ROOT)]
             note = "; ".join(odd if root.sequence == 1 else faults)
             return Loaded(root, table, highest, note)
         faults.append(f"extent table of root {'AB'[root.slot]}: {table}")
@@ -251,7 +252,8 @@ def _find_root(device: Device, slot: int) -> tuple[Root | None, str]:
     for _ in range(_READS):
         found = _read_root(device, slot)
         if isinstance(found, str):
-            fault = found
+            # A look that finds nothing at all says less than an earlier one that found half a root.
+            fault = fault if fault and found == _NO_ROOT else found
             continue
         whole.append(found)
         if len(whole) == _LOOKS:
@@ -261,7 +263,7 @@ def _find_root(device: Device, slot: int) -> tuple[Root | None, str]:
 
 def _read_root(device: Device, slot: int) -> Root | str:
     if device.size < ROOT_OFFSETS[slot] + ROOT_BYTES:
-        return "no root there"
+        return _NO_ROOT
     try:
         return Root.unpack(device.read(ROOT_OFFSETS[slot], ROOT_BYTES), slot)
     except DeviceVersionError as error:
@@ -299,7 +301,7 @@ def _read_table(device: Device, root: Root) -> ExtentTable | str:
 
 def _was_formatted(device: Device, faults: list[str]) -> bool:
     """Whether anything says that tierd wrote here: half a root, or a table in the first area."""
-    if any(not fault.endswith("no root there") for fault in faults):
+    if any(not fault.endswith(_NO_ROOT) for fault in faults):
         return True
     start = Areas.of(device.size).table_offset(0)
     if device.size < start + PAGE_BYTES:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from tierd.io.checkpoint import Checkpoint
 
-__all__ = ["RowReader", "find_tables", "fingerprint"]
+__all__ = ["RowReader", "choose_tables", "find_tables", "fingerprint"]
 
 E8M0_BLOCK = 32  # values that share one e8m0 scale
 
@@ -86,6 +86,23 @@ def find_tables(checkpoint: Checkpoint, *, tensors: Sequence[str] = ()) -> list[
 
 
 # --- DeepSeek-V4.1 Engram ------------------------------------------------------------------------
+
+
+def choose_tables(
+    specs: list[TableSpec], wanted: Sequence[str], checkpoint: Checkpoint
+) -> list[TableSpec]:
+    """Return the tables of these names, in the order of ``specs``; all if none is named.
+
+    Raises:
+        NoTableError: there is no table of a name; the message lists near names.
+    """
+    names = [spec.name for spec in specs]
+    for name in wanted:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names[:3]
+            text = f"{checkpoint.path}: no table {name!r} among its {len(names)}"
+            raise NoTableError(f"{text}; near names: {', '.join(near)}")
+    return [spec for spec in specs if not wanted or spec.name in wanted]
 
 
 def _find_engram(checkpoint: Checkpoint) -> list[TableSpec]:

@@ -14,7 +14,7 @@ import os
 import random
 import secrets
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -119,6 +119,12 @@ class VerifyReport:
             "mib_per_second": round(self.mib_per_second, 1),
         }
         return {**dataclasses.asdict(self), **derived}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """Build from :meth:`to_json`'s dict; derived and unknown keys are ignored."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in data.items() if name in names})
 
     def require_ok(self, *paths: str) -> None:
         """Raise VerifyError, naming the devices and the first page or row, if anything is wrong."""

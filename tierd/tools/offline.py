@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime as dt
-import difflib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from tierd.errors import DeviceBusyError, NoTableError
-from tierd.io import find_devices, staging, tables, walker
+from tierd.errors import DeviceBusyError
+from tierd.io import copying, find_devices, staging, tables, walker
 from tierd.io.checkpoint import Checkpoint
 from tierd.io.store import Store
 from tierd.io.store_set import StoreSet
+from tierd.tools.progress import bar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from tierd.io.store_set import StripedImage
@@ -52,27 +52,16 @@ def stage(
         TierdError: bad input, or a device that cannot take it; no half image is left.
     """
     source = Checkpoint.open(checkpoint)
-    specs = tables.find_tables(source, tensors=list(tensors))
-    specs = _choose(specs, tables_wanted, checkpoint)
+    found = tables.find_tables(source, tensors=list(tensors))
+    specs = tables.choose_tables(found, tables_wanted, source)
     name = model or checkpoint.resolve().name
     with (
         explained_busy(),
         open_set(devices, write=True) as stores,
-        _progress("staging", quiet=quiet) as progress,
+        bar("staging", quiet=quiet) as progress,
     ):
         results = staging.stage(stores, source, specs, model=name, progress=progress)
-    return [
-        {
-            "name": result.info.name,
-            "image_id": f"{result.info.image_id:016x}",
-            "generation": result.info.generation,
-            "rows": result.info.table.rows,
-            "pages": result.info.pages,
-            "written_bytes": result.written_bytes,
-            "seconds": result.seconds,
-        }
-        for result in results
-    ]
+    return [result.to_json() for result in results]
 
 
 def verify(
@@ -98,7 +87,7 @@ def verify(
     reports = []
     with open_set(devices, write=False) as stores:
         for image in [stores.image(name) for name in names] if names else stores.images:
-            with _progress(image.name, quiet=quiet) as progress:
+            with bar(image.name, quiet=quiet) as progress:
                 reports.append(
                     walker.verify(
                         stores,
@@ -115,7 +104,15 @@ def verify(
 def images(devices: Sequence[str]) -> list[dict[str, Any]]:
     """List the images on devices: what REST says of an image, except who has attached it."""
     with open_set(devices, write=False) as stores:
-        return [image_json(image) for image in stores.images]
+        groups: list[list[StripedImage]] = []
+        for found in stores.images:
+            whole = [group for group in groups if not (group[0].fault or found.fault)]
+            same = next((group for group in whole if copying.is_copy(group[0], found)), None)
+            if same is None:
+                groups.append([found])
+            else:
+                same.append(found)
+        return [image_json(first, copies) for first, *copies in groups]
 
 
 def image(devices: Sequence[str], name: str) -> dict[str, Any]:
@@ -135,6 +132,21 @@ def image(devices: Sequence[str], name: str) -> dict[str, Any]:
         return {**image_json(found), "shares": shares, "placement": placement}
 
 
+def copy_image(
+    devices: Sequence[str], name: str, targets: Sequence[str], *, quiet: bool
+) -> dict[str, Any]:
+    """Copy an image to other devices, where it becomes the table's next tier."""
+    with (
+        explained_busy(),
+        open_set(targets, write=True) as target,
+        open_set(devices, write=False) as source,
+        bar(name, quiet=quiet) as progress,
+    ):
+        result = copying.copy_image(source, name, target, progress=progress)
+        made = image_json(target.image(name))
+    return {**made, "written_bytes": result.written_bytes, "seconds": result.seconds}
+
+
 def delete_image(devices: Sequence[str], name: str, *, wipe: bool) -> dict[str, Any]:
     """Delete an image from its devices; return what it was, and which devices kept their part."""
     with explained_busy(), open_set(devices, write=True) as stores:
@@ -143,8 +155,8 @@ def delete_image(devices: Sequence[str], name: str, *, wipe: bool) -> dict[str, 
         return {**image_json(gone), "wiped": wipe, "parts_kept_on": kept}
 
 
-def image_json(image: StripedImage) -> dict[str, Any]:
-    """One image, JSON-ready."""
+def image_json(image: StripedImage, copies: Sequence[StripedImage] = ()) -> dict[str, Any]:
+    """One image and the devices of its copies, JSON-ready."""
     info = image.info
     return {
         "name": image.name,
@@ -163,6 +175,7 @@ def image_json(image: StripedImage) -> dict[str, Any]:
         "device": image.shares[0].path,
         "device_uuid": image.shares[0].uuid,
         "devices": [share.path for share in image.shares],
+        "copies": [[share.path for share in copy.shares] for copy in copies],
         "extents": sum(len(share.extents) for share in image.shares),
         "fault": image.fault,
     }
@@ -202,31 +215,5 @@ def explained_busy() -> Iterator[None]:
         yield
     except DeviceBusyError as error:
         what = str(error).partition("; run: ")[0]
-        text = f"{what}; a device is written only while no daemon serves it"
+        text = f"{what}; if it is a daemon, name its REST socket with --api-socket, or stop it"
         raise DeviceBusyError(f"{text}; run: systemctl stop tierd") from None
-
-
-def _choose(specs: list[TableSpec], wanted: Sequence[str], checkpoint: Path) -> list[TableSpec]:
-    if not wanted:
-        return specs
-    names = [spec.name for spec in specs]
-    for name in wanted:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names[:3]
-            text = f"{checkpoint}: no table {name!r} among its {len(names)}"
-            raise NoTableError(f"{text}; near names: {', '.join(near)}")
-    return [spec for spec in specs if spec.name in wanted]
-
-
-@contextlib.contextmanager
-def _progress(title: str, *, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """Show a bar on a terminal; the callback takes (done, total) in bytes or pages."""
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console  # noqa: PLC0415 - slow to import, and only for terminals
-    from rich.progress import Progress  # noqa: PLC0415
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

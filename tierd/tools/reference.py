@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 from tierd import config
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pydantic.fields import FieldInfo
 
 COLUMNS = 96
@@ -41,8 +43,13 @@ keys are refused.
 """
 
 
-def toml() -> str:
-    """Return a file with every key, commented out at its default, and what it means."""
+def toml(chosen: Mapping[str, tuple[Any, str]] | None = None) -> str:
+    """Return a file with every key, commented out at its default, and what it means.
+
+    Args:
+        chosen: ``section.key`` -> (value, why): written as they are, with the reason.
+    """
+    chosen = chosen or {}
     lines = [_HEAD]
     section_now = ""
     for section, key, field in config.walk():
@@ -50,7 +57,11 @@ def toml() -> str:
             section_now = section
             lines += ["", *_comment(_purpose(section)), f"[{section}]"]
         lines += ["", *_comment(f"{field.description} ({_range(field)})")]
-        lines.append(f"#{key} = {_toml_value(key, field)}")
+        if f"{section}.{key}" in chosen:
+            value, why = chosen[f"{section}.{key}"]
+            lines.append(f"{key} = {json.dumps(value)}  # {why}")
+        else:
+            lines.append(f"#{key} = {_toml_value(key, field)}")
     return "\n".join(lines) + "\n"
 
 

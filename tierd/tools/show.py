@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 COLUMNS_MAX = 400
 
@@ -28,8 +32,10 @@ def images(listed: list[dict[str, Any]]) -> None:
     make_console().print(table)
 
 
-def status(state: dict[str, Any], clients: list[dict[str, Any]]) -> None:
-    """Print the daemon's state and its clients."""
+def status(
+    state: dict[str, Any], clients: list[dict[str, Any]], engines: list[dict[str, Any]]
+) -> None:
+    """Print the daemon's state, its clients, and which ranks of an engine are missing."""
     console = make_console()
     head = (
         f"{state['name']} {state['version']}, pid {state['pid']}, up {duration(state['uptime_s'])}"
@@ -42,19 +48,105 @@ def status(state: dict[str, Any], clients: list[dict[str, Any]]) -> None:
     for number, pump in enumerate(state["pumps"]):
         reason = f" ({pump['transport_reason']})" if pump["transport_reason"] else ""
         console.print(f"  pump {number}: {pump['transport']}{reason}")
-    if state["history"]["degraded"]:
-        console.print(f"  history is not being kept: {state['history']['degraded']}")
-    for absent in state["absent_devices"]:
-        console.print(f"  device {absent['device']} is not there: {absent['reason']}")
-    for image in state["incomplete_images"]:
-        console.print(f"  not served: {image['name']}: {image['reason']}")
-    for name in state["shadowed_images"]:
-        console.print(f"  not served: {name}: another device has it as well")
-    for refusal in state["refusals"]:
-        console.print(f"  refused pid {refusal['pid']}: {refusal['reason']}")
+    for line in _concerns(state):
+        console.print(f"  {line}")
     console.print(f"  {state['images']} images, {len(clients)} clients")
+    for engine in engines:
+        text = f"{engine['attached_ranks']} of {engine['expected_ranks']} ranks attached"
+        if engine["missing_ranks"]:
+            text += f"; missing: {', '.join(map(str, engine['missing_ranks']))}"
+        console.print(f"  {engine['engine']}: {text}")
     if clients:
         console.print(_rings(clients))
+
+
+def _concerns(state: dict[str, Any]) -> Iterator[str]:
+    """Yield what an operator should know beyond that it runs, a line each."""
+    doctor = state["doctor"]
+    if doctor["problems"] or doctor["warnings"]:
+        found = f"{doctor['problems']} problems, {doctor['warnings']} warnings"
+        yield f"the machine has {found}; run: tierd doctor"
+    if state["history"]["degraded"]:
+        yield f"history is not being kept: {state['history']['degraded']}"
+    yield _scrub(state["scrub"])
+    for name, damage in state["scrub"]["damaged"].items():
+        yield f"damaged: {name}: {'; '.join(damage[:4])}; run: tierd verify {name}"
+    for absent in state["absent_devices"]:
+        yield f"device {absent['device']} is not there: {absent['reason']}"
+    for image in state["incomplete_images"]:
+        yield f"not served: {image['name']}: {image['reason']}"
+    for name in state["shadowed_images"]:
+        yield f"not served: {name}: another device has it as well"
+    for refusal in state["refusals"]:
+        yield f"refused pid {refusal['pid']}: {refusal['reason']}"
+
+
+def _scrub(scrub: dict[str, Any]) -> str:
+    """Say in a line how far the scrub has come."""
+    passes = f"{scrub['passes']} passes, {scrub['bad_pages']} bad pages"
+    where = f", at page {scrub['next_page']:,} of {scrub['image']}" if scrub["image"] else ""
+    why = "".join(f", {scrub[key]}" for key in ("fault", "save_error") if scrub[key])
+    return f"scrub: {scrub['state']}{where}, {passes}{why}"
+
+
+def jobs(listed: list[dict[str, Any]]) -> None:
+    """Print jobs, newest first."""
+    if not listed:
+        make_console().print("no jobs")
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in ("JOB", "KIND", "ABOUT", "STATE", "DONE", "LEFT", "BY", "CREATED"):
+        table.add_column(name, justify="right" if name in {"DONE", "LEFT"} else "left")
+    for job in listed:
+        now = job["progress"]
+        share = f"{now['done_bytes'] / now['total_bytes']:.0%}" if now["total_bytes"] else "-"
+        left = "-" if now["left_s"] is None else duration(now["left_s"])
+        names = ("job", "kind", "subject", "state")
+        created = job["created_at"][:19].replace("T", " ")
+        table.add_row(*(job[name] for name in names), share, left, job["caller"], created)
+    make_console().print(table)
+
+
+def job(job: dict[str, Any]) -> None:
+    """Print one job."""
+    console, now = make_console(), job["progress"]
+    console.print(f"job {job['job']}: {job['kind']} {job['subject']}, {job['state']}")
+    console.print(f"  asked for by {job['caller']} at {job['created_at']}")
+    if now["total_bytes"]:
+        rate = "" if now["bytes_per_s"] is None else f", {size(int(now['bytes_per_s']))}/s"
+        left = "" if now["left_s"] is None else f", {duration(now['left_s'])} left"
+        console.print(f"  {size(now['done_bytes'])} of {size(now['total_bytes'])}{rate}{left}")
+    if now["doing"]:
+        console.print(f"  {now['doing']}")
+    if job["error"]:
+        console.print(f"  {job['error']}")
+    if job["result"] is not None:
+        console.print(json.dumps(job["result"], indent=2))
+
+
+def findings(found: list[dict[str, Any]]) -> None:
+    """Print an examination, the worst first."""
+    console = make_console()
+    words = {"ok": "ok", "warning": "WARNING", "problem": "PROBLEM"}
+    for finding in found:
+        about = f" {finding['subject']}" if finding["subject"] else ""
+        head = f"{words[finding['severity']]:<8} {finding['check']}{about}: {finding['finding']}"
+        console.print(head)
+        if finding["severity"] == "ok":
+            continue
+        for name in ("cause", "evidence"):
+            if finding[name]:
+                console.print(f"         {name}: {finding[name]}")
+        if finding["cure"]:
+            console.print(f"         run: {finding['cure']}")
+
+
+def event(event: dict[str, Any]) -> str:
+    """Return one event in a line."""
+    details = " ".join(f"{key}={value}" for key, value in event["details"].items())
+    return (
+        f"{event['time'][:19].replace('T', ' ')}  {event['kind']:<10} {event['subject']}  {details}"
+    )
 
 
 def _rings(clients: list[dict[str, Any]]) -> Table:

@@ -100,4 +100,5 @@ NB_MODULE(_native, m) {
     tierd::bind_twin(m);
     tierd::bind_sim(m);
     tierd::bind_watchdog(m);
+    tierd::bind_probe(m);
 }

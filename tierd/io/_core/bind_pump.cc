@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <new>
 
@@ -26,13 +27,19 @@ void make_pump(Pump* self, const std::string& transport, std::uint32_t queue_dep
                      seed, play_base_us, play_page_us, play_queues, guardian, suspect_ms, end_rank});
 }
 
+std::vector<ExtentRow> extent_rows(const Extents& extents) {
+    std::vector<ExtentRow> rows;
+    rows.reserve(extents.shape(0));
+    for (std::size_t i = 0; i < extents.shape(0); ++i)
+        rows.push_back({extents(i, 0), extents(i, 1), extents(i, 2), extents(i, 3)});
+    return rows;
+}
+
 std::uint32_t add_table(Pump& pump, std::uint64_t image_id, std::uint32_t generation,
                         std::uint32_t row_bytes, std::uint64_t rows, std::uint64_t window_ns,
-                        const Extents& extents) {
-    ServedTableSpec spec{image_id, generation, row_bytes, rows, window_ns, {}};
-    spec.extents.reserve(extents.shape(0));
-    for (std::size_t i = 0; i < extents.shape(0); ++i)
-        spec.extents.push_back({extents(i, 0), extents(i, 1), extents(i, 2), extents(i, 3)});
+                        const Extents& extents, const std::vector<Extents>& copies) {
+    ServedTableSpec spec{image_id, generation, row_bytes, rows, window_ns, extent_rows(extents), {}};
+    for (const Extents& copy : copies) spec.copies.push_back(extent_rows(copy));
     nb::gil_scoped_release release;
     return pump.add_table(spec);
 }
@@ -85,6 +92,7 @@ nb::dict stats(Pump& pump, std::int64_t timeout_ms) {
     nb::dict d = ring_counters(s.totals);
     d["reads"] = s.reads;
     d["retries"] = s.retries;
+    d["next_tier"] = s.next_tier;
     d["crc_checked"] = s.crc_checked;
     d["in_flight"] = s.in_flight;
     d["in_flight_max"] = s.in_flight_max;
@@ -144,9 +152,10 @@ void bind_pump(nb::module_& m) {
         .def("remove_device", &Pump::remove_device, "device"_a, Release(),
              "ValueError while a table has an extent on it.")
         .def("add_table", &add_table, nb::kw_only(), "image_id"_a, "generation"_a, "row_bytes"_a,
-             "rows"_a, "window_ns"_a, "extents"_a,
+             "rows"_a, "window_ns"_a, "extents"_a, "copies"_a = nb::list(),
              "Serve an image whose pages lie where `extents` (uint64 [n, 4]: first_page, pages,\n"
-             "device, device_page; sorted, no holes) says; returns the table's number.")
+             "device, device_page; sorted, no holes) says; returns the table's number. `copies` are\n"
+             "extents of the same pages on other devices: a page that fails twice is read there.")
         .def("remove_table", &Pump::remove_table, "table"_a, Release(),
              "ValueError while a ring uses it.")
         .def("add_channel", &Pump::add_channel, "fd"_a, Release(),
@@ -180,7 +189,8 @@ void bind_pump(nb::module_& m) {
              "Plain counters: requests, pages (of requests answered ok), failed {status: requests},\n"
              "jumps (nonsense doorbells), takeovers, staged (pages found where a\n"
              "hint left them), read_ns (of all requests,\n"
-             "from seeing the doorbell to answering), reads, retries, crc_checked, in_flight,\n"
+             "from seeing the doorbell to answering), reads, retries, next_tier (reads\n"
+             "of a copy, after the retry), crc_checked, in_flight,\n"
              "in_flight_max, parks, wakes, beats, held_back (looks at a request whose pages were\n"
              "still being read into), cpu_user_ns and cpu_system_ns of the pump's\n"
              "thread, latency_us (reads from submission to reaping; entry i counts those below\n"

@@ -112,6 +112,9 @@ void bind_sim(nb::module_& m) {
         .def("faulty_reads", [](const SimDevice& device, std::uint64_t page) {
             return device.faulty_reads(page_number(device, page));
         }, "page"_a, "Times that a read of the device page gave anything but its right bytes.")
+        .def("flipped_reads", [](const SimDevice& device, std::uint64_t page) {
+            return device.flipped_reads(page_number(device, page));
+        }, "page"_a, "Of those, times that a bit of it was flipped on the way.")
         .def("counts", &counts, "Faults reached: name -> (roots, tables, data).")
         .def("scars", &SimDevice::scars, "zone"_a, "Faults that left a mark in the zone.")
         .def("snapshot", &SimDevice::snapshot)

@@ -101,8 +101,8 @@ struct RingEntry {
 inline constexpr std::uint32_t kRingFlagGpu = 1;  // the client is a GPU: it cannot ring the eventfd
 inline constexpr std::uint32_t kRingFlagGuarded = 2;  // a guardian answers what a daemon leaves
 // Requests of this ring are hints: the daemon reads their pages into memory of its own, arena_pages
-// pages, where another ring of the same channel and table finds them. The ring has no arenas, and no
-// guardian serves it.
+// pages, where another ring of the same channel and table finds them. The ring has no arenas, and no guardian
+// serves it.
 inline constexpr std::uint32_t kRingFlagHint = 4;
 
 // Written by the client alone, read by the daemon for metrics. Counters since attach.

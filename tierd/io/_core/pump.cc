@@ -163,7 +163,7 @@ bool Pump::look_at_requests(ServerRing& ring, std::uint64_t now_ns) {
 }
 
 void Pump::reschedule(ServerRing& ring) {
-    if (ring.serving() && ring.issuing() != nullptr)
+    if (ring.serving() && !ring.closing() && ring.issuing() != nullptr)
         heap_.put(&ring);
     else
         heap_.remove(&ring);
@@ -233,7 +233,7 @@ std::uint32_t Pump::issue_request(ServerRing& ring, ServerRequest& request, std:
         if (i + ahead < count) map.prefetch(pages[i + ahead]);
         const std::uint32_t token = free_.back();
         free_.pop_back();
-        slots_[token] = {&ring, now_ns, row, 0, number, false};
+        slots_[token] = {&ring, now_ns, row, 0, number, 0};
         out[reads++] = prepare(token, now_ns);
     }
     request.issued += count;
@@ -247,7 +247,7 @@ Read Pump::prepare(std::uint32_t token, std::uint64_t now_ns) {
     ServerRing& ring = *slot.ring;
     const ServerRequest& request = ring.request(slot.request);
     const std::uint32_t arena_page = ring.arena_page(request, slot.row);
-    const PagePlace place = ring.table().map.locate(request.pages[slot.row]);
+    const PagePlace place = ring.table().tier(slot.attempt).locate(request.pages[slot.row]);
     slot.submitted_ns = now_ns;
     slot.device = static_cast<std::uint16_t>(place.device);
     return {ring.arena(arena_page), place.offset, place.device, ring.buffer_of(arena_page), token};
@@ -288,10 +288,10 @@ void Pump::finish(std::uint32_t token, std::int32_t result) {
         const Status status = judge(slot, result);
         if (status != Status::ok) {
             ++device.errors;
-            if (!slot.again && request.status == Status::ok) {
-                slot.again = true;
+            if (slot.attempt + 1u < ring.table().attempts() && request.status == Status::ok) {
+                ++(slot.attempt == 0 ? counts_.retries : counts_.next_tier);
+                ++slot.attempt;
                 retries_.push_back(token);
-                ++counts_.retries;
                 return;
             }
             ring.fail(request, status);
@@ -320,7 +320,7 @@ Status Pump::judge(const ReadSlot& slot, std::int32_t result) {
     if (!options_.checks) return Status::ok;
     // A page that failed once is never let through on the strength of its trailer alone.
     bool check_crc = false;
-    if (options_.crc_sample != 0 && (slot.again || ++crc_turn_ >= options_.crc_sample)) {
+    if (options_.crc_sample != 0 && (slot.attempt != 0 || ++crc_turn_ >= options_.crc_sample)) {
         check_crc = true;
         crc_turn_ = 0;
         ++counts_.crc_checked;

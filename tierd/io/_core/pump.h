@@ -36,6 +36,7 @@ namespace tierd {
 
 inline constexpr std::uint32_t kPumpRingsMax = 4096;
 inline constexpr std::uint32_t kLatencyBuckets = 32;
+inline constexpr std::uint32_t kTableCopiesMax = 7;
 inline constexpr std::uint64_t kForever = ~0ull;
 
 struct PumpOptions {
@@ -66,6 +67,7 @@ struct ServedTableSpec {
     std::uint64_t rows;
     std::uint64_t window_ns;
     std::vector<ExtentRow> extents;
+    std::vector<std::vector<ExtentRow>> copies;  // the same pages elsewhere, at most kTableCopiesMax
 };
 
 struct RingReport {
@@ -82,7 +84,7 @@ struct DeviceReport {
 
 struct PumpStats {
     RingCounters totals;  // of all rings, removed ones included
-    std::uint64_t reads = 0, retries = 0, crc_checked = 0;
+    std::uint64_t reads = 0, retries = 0, next_tier = 0, crc_checked = 0;
     std::uint32_t in_flight = 0, in_flight_max = 0;
     std::uint64_t parks = 0, wakes = 0, beats = 0;
     std::uint64_t held_back = 0;  // looks at a request whose pages were still being read into
@@ -156,7 +158,7 @@ class Pump : public Driver {
         std::uint32_t row;
         std::uint16_t device;
         std::uint8_t request;  // sequence % kRingDepth
-        bool again;            // this is its second and last attempt
+        std::uint8_t attempt;  // from 0; see ServedTable::tier
     };
     static_assert(sizeof(ReadSlot) == 24);
     // What one round of a command achieved. `waiting` is for reads in flight: the pump may sleep.
@@ -178,8 +180,8 @@ class Pump : public Driver {
     Progress join_ring(ServerRing& ring, std::uint32_t& registered);
     Progress drain_channel(std::uint32_t channel);
     Progress release_ring(ServerRing& ring);
-    void link_hints(ServerRing& ring, bool link);
     bool drain(std::uint32_t channel, std::uint64_t deadline_ns);
+    void link_hints(ServerRing& ring, bool link);
     void forget_channel(std::uint32_t channel);
     void close_devices();
     void collect(PumpStats& out);

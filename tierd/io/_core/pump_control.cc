@@ -62,11 +62,11 @@ void check_options(const PumpOptions& o) {
             "cpu " + std::to_string(o.cpu) + " is not one this process may run on");
 }
 
-void check_extents(const ServedTableSpec& spec, std::uint64_t pages) {
-    require(!spec.extents.empty(), "extents: none given");
+void check_extents(const std::vector<ExtentRow>& extents, std::uint64_t pages) {
+    require(!extents.empty(), "extents: none given");
     constexpr std::uint64_t kDevicePages = 1ull << 50;  // 4 EiB; keeps byte offsets below 2^63
     std::uint64_t next = 0;
-    for (const ExtentRow& row : spec.extents) {
+    for (const ExtentRow& row : extents) {
         require(row.first_page == next, "extents: sorted and without holes, expected page " +
                                             std::to_string(next) + ", got " +
                                             std::to_string(row.first_page));
@@ -333,14 +333,21 @@ std::uint32_t Pump::add_table(const ServedTableSpec& spec) {
     table->window_ns = spec.window_ns;
     require(spec.rows != 0, "rows must be at least 1");
     require(table->geometry.pages <= 1ull << 32, "an image has at most 2^32 pages");
-    check_extents(spec, table->geometry.pages);
+    check_extents(spec.extents, table->geometry.pages);
     table->map = ExtentMap(spec.extents);
+    require(spec.copies.size() <= kTableCopiesMax,
+            "a table has at most " + std::to_string(kTableCopiesMax) + " copies");
+    for (const std::vector<ExtentRow>& copy : spec.copies) {
+        check_extents(copy, table->geometry.pages);
+        table->copies.emplace_back(copy);
+    }
     const std::lock_guard control(control_mutex_);
     check_running_or_fresh();
-    for (const ExtentRow& row : spec.extents)
-        require(devices_[row.device].fd >= 0, "extents: no device " + std::to_string(row.device));
-    for (std::uint32_t device = 0; device < kDevicesMax; ++device)
-        devices_[device].tables += table->map.uses(device);
+    for (std::uint32_t device = 0; device < kDevicesMax; ++device) {
+        const bool used = table->uses(device);
+        require(!used || devices_[device].fd >= 0, "extents: no device " + std::to_string(device));
+        devices_[device].tables += used;
+    }
     tables_[next_table_] = std::move(table);
     return next_table_++;
 }
@@ -352,7 +359,7 @@ void Pump::remove_table(std::uint32_t table) {
     require(at->second->rings == 0, "table " + std::to_string(table) + " is still served to " +
                                         std::to_string(at->second->rings) + " rings");
     for (std::uint32_t device = 0; device < kDevicesMax; ++device)
-        devices_[device].tables -= at->second->map.uses(device);
+        devices_[device].tables -= at->second->uses(device);
     tables_.erase(at);
 }
 

@@ -251,6 +251,7 @@ void ServerRing::wake_waiter() {
 void ServerRing::close() {
     if (closing_) return;
     closing_ = true;
+    if (others_go_on()) return;  // what is not read as a whole is theirs
     for (std::uint32_t s = done_ + 1; s != accepted_ + 1; ++s) {
         ServerRequest& q = requests_[s % kRingDepth];
         if (q.issued < q.limit) fail(q, Status::cancelled);
@@ -261,7 +262,7 @@ void ServerRing::close() {
 void ServerRing::cancel_rest() {
     if (!serving_) return;
     complete();
-    if (role_ == Owner::guardian || (view_.flags & kRingFlagGuarded) != 0) {
+    if (others_go_on()) {
         serving_ = false;
         return;
     }

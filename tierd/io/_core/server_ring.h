@@ -31,7 +31,19 @@ struct ServedTable {
     Geometry geometry{};
     std::uint64_t window_ns = 0;
     ExtentMap map;
-    std::uint32_t rings = 0;  // that use it
+    std::vector<ExtentMap> copies;  // the next tiers, in order: the same pages on other devices
+    std::uint32_t rings = 0;        // that use it
+
+    bool uses(std::uint32_t device) const {
+        return map.uses(device) ||
+               std::any_of(copies.begin(), copies.end(),
+                           [device](const ExtentMap& copy) { return copy.uses(device); });
+    }
+    // Where to read a page: the first two attempts go to the first tier, each further one to the next.
+    const ExtentMap& tier(std::uint32_t attempt) const {
+        return attempt < 2 ? map : copies[attempt - 2];
+    }
+    std::uint32_t attempts() const { return 2 + static_cast<std::uint32_t>(copies.size()); }
 };
 
 // The server's private copy of one request, and how far it has come.
@@ -92,6 +104,7 @@ class ServerRing {
         return now.owner == static_cast<std::uint32_t>(role_) && now.epoch == epoch_;
     }
     bool serving() const { return serving_; }
+    bool closing() const { return closing_; }
     std::uint32_t epoch() const { return epoch_; }  // under which it is served
     // The ring was taken: nothing more is submitted or answered. Call adopt() again and again once
     // in_flight is 0.
@@ -166,6 +179,10 @@ class ServerRing {
     RingWatch watch;  // the guardian's
 
   private:
+    // Whether another server answers what this one leaves.
+    bool others_go_on() const {
+        return role_ == Owner::guardian || (view_.flags & kRingFlagGuarded) != 0;
+    }
     void start_at(std::uint32_t base);
     void start_behind_answers();
     void take_in(std::uint32_t sequence, std::uint64_t now_ns);

@@ -14,6 +14,8 @@
 #include <system_error>
 #include <utility>
 
+#include "page.h"
+
 namespace tierd {
 namespace {
 
@@ -21,6 +23,8 @@ constexpr std::uint32_t kMillion = 1'000'000;
 constexpr std::uint32_t kDelayTurnsMin = 20;  // of a slow read
 constexpr std::uint32_t kDelayTurnsMax = 200;
 constexpr std::uint64_t kNeighbours = 8;  // pages away that a misdirected access mostly lands
+constexpr int kLookAlikeDraws = 100;
+constexpr int kFlipDraws = 4;             // for a byte that is not zero
 
 std::uint64_t page_of(std::uint64_t offset) { return offset / kPageBytes; }
 std::uint64_t pages_end(std::uint64_t offset, std::uint64_t size) {
@@ -69,7 +73,9 @@ SimDevice::SimDevice(std::uint64_t bytes, std::uint64_t tables_start, std::uint6
       flags_(page_of(bytes)),
       durable_flags_(page_of(bytes)),
       has_older_(page_of(bytes)),
-      faulty_reads_(page_of(bytes)) {
+      discarded_(page_of(bytes)),
+      faulty_reads_(page_of(bytes)),
+      flipped_reads_(page_of(bytes)) {
     fd_ = memfd_create("tierd-sim-device", MFD_CLOEXEC);
     if (fd_ < 0 || ftruncate(fd_, static_cast<off_t>(bytes)) != 0) {
         const int error = errno;
@@ -151,8 +157,16 @@ void SimDevice::hurt_at_rest(std::uint64_t page) {
     if (draw(SimFault::rotten_page, start)) rot(page);
 }
 
+// Mostly one that holds something: a root and a short table are nearly all zeroes.
+std::uint64_t SimDevice::byte_to_flip(const std::uint8_t* bytes, std::uint64_t size) {
+    std::uint64_t byte = random_.below(size);
+    for (int draw = 1; draw < kFlipDraws && bytes[byte] == 0; ++draw) byte = random_.below(size);
+    return byte;
+}
+
 void SimDevice::rot(std::uint64_t page) {
-    const std::uint64_t byte = page * kPageBytes + random_.below(kPageBytes);
+    const std::uint64_t start = page * kPageBytes;
+    const std::uint64_t byte = start + byte_to_flip(volatile_.data + start, kPageBytes);
     const auto bit = static_cast<std::uint8_t>(1u << random_.below(8));
     volatile_.data[byte] ^= bit;
     durable_.data[byte] ^= bit;
@@ -176,14 +190,39 @@ void SimDevice::hurt_in_flight(std::uint64_t page, std::uint64_t offset, std::ui
         replace(volatile_.data + misdirect(start, kPageBytes) + start % kPageBytes);
     if (has_older_[page] != 0 && draw(SimFault::stale_read, start)) replace(older_.data + start);
     if (draw(SimFault::flipped_read, start)) {
-        part[random_.below(length)] ^= static_cast<std::uint8_t>(1u << random_.below(8));
+        part[byte_to_flip(part, length)] ^= static_cast<std::uint8_t>(1u << random_.below(8));
         note(page);
+        ++flipped_reads_[page];
     }
 }
 
-// Another place of `size` bytes: a near one, the same place in a near stripe, or anywhere.
+// A page of the same number in another image or generation, or `page` if none was met: where a
+// misdirected access does the most harm.
+std::uint64_t SimDevice::look_alike(std::uint64_t page) {
+    const auto trailer = [this](std::uint64_t number) {
+        PageTrailer found;
+        const std::uint8_t* end = volatile_.data + (number + 1) * kPageBytes;
+        std::memcpy(&found, end - kTrailerBytes, kTrailerBytes);
+        return found;
+    };
+    const PageTrailer own = trailer(page);
+    const std::uint64_t first = page_of(data_start_);
+    for (int draw = 0; draw < kLookAlikeDraws && own.magic == kPageMagic; ++draw) {
+        const std::uint64_t other = first + random_.below(page_of(bytes_) - first);
+        const PageTrailer its = trailer(other);
+        if (other != page && its.magic == kPageMagic && its.page == own.page) return other;
+    }
+    return page;
+}
+
+// Another place of `size` bytes: a near one, the same place in a near stripe, one that looks alike,
+// or anywhere.
 std::uint64_t SimDevice::misdirect(std::uint64_t offset, std::uint64_t size) {
     const std::uint64_t page = page_of(offset);
+    if (random_.one_in(3)) {
+        const std::uint64_t alike = look_alike(page);
+        if (alike != page) return alike * kPageBytes;
+    }
     const std::uint64_t last = page_of(bytes_ - size);
     const std::uint64_t step = random_.one_in(2) ? kNeighbours : 1;
     const std::uint64_t low = page > kNeighbours * step ? page - kNeighbours * step : page % step;
@@ -206,13 +245,23 @@ void SimDevice::mark(std::vector<std::uint8_t>& flags, std::uint64_t offset, std
     }
 }
 
-void SimDevice::put(std::uint64_t offset, const std::uint8_t* source, std::uint64_t size,
-                    bool damaging) {
+void SimDevice::remember(std::uint64_t offset, std::uint64_t size, bool discard) {
     for (std::uint64_t page = page_of(offset); page < pages_end(offset, size); ++page) {
         const std::uint64_t at = page * kPageBytes;
-        std::memcpy(older_.data + at, volatile_.data + at, kPageBytes);
+        if (discarded_[page] == 0) std::memcpy(older_.data + at, volatile_.data + at, kPageBytes);
         has_older_[page] = 1;
+        discarded_[page] = discard;
     }
+}
+
+void SimDevice::put(std::uint64_t offset, const std::uint8_t* source, std::uint64_t size,
+                    bool damaging) {
+    remember(offset, size, false);
+    place(offset, source, size, damaging);
+}
+
+void SimDevice::place(std::uint64_t offset, const std::uint8_t* source, std::uint64_t size,
+                      bool damaging) {
     std::memcpy(volatile_.data + offset, source, size);
     mark(flags_, offset, size, damaging);
     if (damaging) ++scars_[static_cast<std::size_t>(zone_of(offset))];
@@ -267,7 +316,8 @@ std::int64_t SimDevice::discard(std::uint64_t offset, std::uint64_t size) {
     size = std::min(size, bytes_ - offset);
     if (random_.one_in(3)) return 0;  // a hint that the disk does not take
     const std::vector<std::uint8_t> zeroes(size);
-    put(offset, zeroes.data(), size, false);
+    remember(offset, size, true);
+    place(offset, zeroes.data(), size, false);
     return 0;
 }
 

@@ -4,7 +4,8 @@
 //
 //     volatile image   what a read returns: every acknowledged write, flushed or not
 //     durable image    what is left after a power loss: flushed writes, and of the others a subset
-//     older image      each page as it was before its last write, for stale reads
+//     older image      each page as it was before its last write, for stale reads; a discard in
+//                      between changes nothing of it, as a disk may find what it had there before
 //
 // At a power loss every unflushed write survives, is lost, or is torn at sector granularity, each
 // independently of the others: so the order of unflushed writes means nothing, as on a real disk.
@@ -150,6 +151,8 @@ class SimDevice {
     bool dead(std::uint64_t page) const { return (flags_[page] & kDead) != 0; }
     // Times that a read of this page gave anything but its right bytes.
     std::uint32_t faulty_reads(std::uint64_t page) const { return faulty_reads_[page]; }
+    // Of those, times that a bit of it was flipped on the way.
+    std::uint32_t flipped_reads(std::uint64_t page) const { return flipped_reads_[page]; }
     std::uint64_t count(SimFault fault, SimZone zone) const {
         return counts_[index(fault)][static_cast<std::size_t>(zone)];
     }
@@ -195,7 +198,11 @@ class SimDevice {
     void hurt_in_flight(std::uint64_t page, std::uint64_t offset, std::uint8_t* target,
                         std::uint64_t size);
     void put(std::uint64_t offset, const std::uint8_t* source, std::uint64_t size, bool damaging);
+    void place(std::uint64_t offset, const std::uint8_t* source, std::uint64_t size, bool damaging);
+    void remember(std::uint64_t offset, std::uint64_t size, bool discard);
+    std::uint64_t byte_to_flip(const std::uint8_t* bytes, std::uint64_t size);
     void put_torn(std::uint64_t offset, const std::uint8_t* source, std::uint64_t size);
+    std::uint64_t look_alike(std::uint64_t page);
     std::uint64_t misdirect(std::uint64_t offset, std::uint64_t size);
     void harden(const Pending& write);
     void harden_torn(const Pending& write);
@@ -214,7 +221,9 @@ class SimDevice {
     std::vector<std::uint8_t> flags_;          // per page, of the volatile image
     std::vector<std::uint8_t> durable_flags_;  // of the durable one
     std::vector<std::uint8_t> has_older_;
+    std::vector<std::uint8_t> discarded_;  // per page, since its last write
     std::vector<std::uint32_t> faulty_reads_;
+    std::vector<std::uint32_t> flipped_reads_;
     std::vector<Pending> pending_;
     std::array<std::array<Fault, kSimZones>, kSimFaults> faults_{};
     std::array<std::array<std::uint64_t, kSimZones>, kSimFaults> counts_{};

@@ -1,0 +1,185 @@
+"""``tierd devices`` and ``tierd images``: what they print of whole and of broken devices."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests import checkpoints
+from tests.daemons import tierd
+from tierd.io import find_devices, superblock
+from tierd.io.layout import ROOT_OFFSETS
+from tierd.io.store import Store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MIB = 1 << 20
+NAME = "m/layers.1.engram"
+
+
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[bytes], Path]:
+    """Two devices with one image over both, and its checkpoint."""
+    folder = tmp_path_factory.mktemp("devices")
+    made = checkpoints.engram(folder / "c", layers=(1,), rows=15 * 600)
+    paths = [folder / "one", folder / "two"]
+    for path in paths:
+        tierd("devices", "format", path, "--size", "8MiB")
+    words = ["--device", paths[0], "--device", paths[1]]
+    tierd("stage", made.path, *words, "--model", "m")
+    return [path.read_bytes() for path in paths], made.path
+
+
+@pytest.fixture
+def disks(staged, tmp_path: Path) -> list[Path]:
+    paths = [tmp_path / "one", tmp_path / "two"]
+    for path, data in zip(paths, staged[0], strict=True):
+        path.write_bytes(data)
+    return paths
+
+
+def inspect(path: Path) -> dict:
+    return json.loads(tierd("devices", "inspect", path, "--json").stdout)
+
+
+def overwrite(path: Path, offset: int, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+def test_inspect_a_whole_device(disks: list[Path]) -> None:
+    found = inspect(disks[0])
+    assert found["state"] == "ok"
+    (image,) = found["images"]
+    assert (image["name"], len(image["devices"])) == (NAME, 2)
+    assert found["free_runs"] == [{"offset": 4 * MIB, "bytes": 4 * MIB}]
+    assert found["free_bytes"] == found["largest_free_bytes"] == 4 * MIB
+    assert [root["fault"] for root in found["roots"]] == ["", ""]
+    other = inspect(disks[1])
+    assert [part["name"] for part in other["parts"]] == [NAME]
+    assert other["parts"][0]["home"] == found["uuid"]
+    shown = tierd("devices", "inspect", disks[1]).stdout
+    assert f"part {NAME}" in shown
+    assert f"home {found['uuid']}" in shown
+    assert "free: 4.0 MiB in 1 runs" in shown
+
+
+def test_inspect_when_both_roots_are_damaged(disks: list[Path]) -> None:
+    before = inspect(disks[0])
+    for offset in ROOT_OFFSETS:
+        overwrite(disks[0], offset + 200, b"x")
+    found = inspect(disks[0])
+    assert found["state"] == "damaged"
+    assert "neither root can be used" in found["problem"]
+    assert [root["fault"] for root in found["roots"]] == ["its checksum is wrong"] * 2
+    assert {root["uuid"] for root in found["roots"]} == {before["uuid"]}
+    assert found["salvaged"]["images_named"] == [NAME]
+    (held,) = found["salvaged"]["pages_of"]
+    assert held["image_id"] == before["images"][0]["image_id"]
+    shown = tierd("devices", "inspect", disks[0]).stdout
+    assert f"a table which cannot be believed names: {NAME}" in shown
+
+
+@pytest.mark.parametrize(
+    ("how", "state", "problem"),
+    [
+        ("one root", "degraded", "its checksum is wrong"),
+        ("newer", "newer", "written in format 3, this tierd knows up to 2"),
+        ("shrunk", "shrunk", "it shrank, or was copied in part"),
+        ("ext4", "foreign", "it holds an ext2/3/4 file system"),
+        ("empty", "empty", "it was never formatted"),
+    ],
+)
+def test_states(disks: list[Path], how: str, state: str, problem: str) -> None:
+    path = disks[0]
+    data = bytearray(path.read_bytes())
+    if how == "one root":
+        data[ROOT_OFFSETS[0] + 100] ^= 1
+    if how == "newer":
+        for offset in ROOT_OFFSETS:
+            data[offset + 8] = 3
+            body = bytes(data[offset : offset + 4092])
+            data[offset + 4092 : offset + 4096] = superblock.crc(body).to_bytes(4, "little")
+    if how == "shrunk":
+        data = data[: 6 * MIB]
+    if how in {"ext4", "empty"}:
+        data = bytearray(len(data))
+    if how == "ext4":
+        data[0x438:0x43A] = b"\x53\xef"
+    path.write_bytes(data)
+    found = inspect(path)
+    assert found["state"] == state
+    assert problem in found["problem"]
+    (line,) = json.loads(tierd("devices", "list", "--json", "--device", path).stdout)["devices"]
+    assert line["state"] == state
+    assert state in tierd("devices", "list", "--device", path).stdout
+
+
+def test_list_names_what_is_missing(disks: list[Path], tmp_path: Path) -> None:
+    none = tmp_path / "none"
+    words = ["--device", disks[0], "--device", none]
+    listed = json.loads(tierd("devices", "list", "--json", *words).stdout)["devices"]
+    assert [line["state"] for line in listed] == ["ok", "missing"]
+    assert str(none) in listed[1]["problem"]
+
+
+def test_a_device_that_is_held_says_by_whom(disks: list[Path]) -> None:
+    with Store.open(disks[0]) as store:
+        assert "holds it" in inspect(disks[0])["holder"]
+        fd = store.reader_fd(store.images)
+        assert inspect(disks[0])["leased"] == [[2 * MIB, 4 * MIB]]
+        with open(fd, "rb"):
+            pass
+    assert inspect(disks[0])["holder"] == ""
+
+
+def test_images_show_and_delete(disks: list[Path], tmp_path: Path) -> None:
+    words = ["--device", disks[0], "--device", disks[1]]
+    shown = json.loads(tierd("images", "show", NAME, *words, "--json").stdout)
+    assert [share["device"] for share in shown["shares"]] == list(map(str, disks))
+    assert sum(pages for share in shown["shares"] for _, pages, _ in share["extents"]) == 600
+    assert f"device {disks[1]}" in tierd("images", "show", NAME, *words).stdout
+    alone = tierd("images", "list", "--device", disks[0], "--json").stdout
+    (lacking,) = json.loads(alone)["images"]
+    assert "/two) is not there" in lacking["fault"]
+    refused = tierd("images", "delete", NAME, "--device", disks[0], "--wipe", exit_code=1)
+    assert "cannot be wiped" in refused.output
+    gone = tierd("images", "delete", NAME, "--device", disks[0]).stdout
+    assert "/two is not there; it gives its part up" in gone
+    left = tierd("images", *words, "--json")
+    assert json.loads(left.stdout) == {"images": []}
+    refused = tierd("images", "delete", NAME, *words, exit_code=1)
+    assert "no image 'm/layers.1.engram'" in refused.output
+
+
+def test_devices_of_the_configuration(disks: list[Path], tmp_path: Path) -> None:
+    config = tmp_path / "tierd.toml"
+    config.write_text(f'[daemon]\nruntime_dir = "{tmp_path}"\n')
+    refused = tierd("images", "show", NAME, "--config", config, exit_code=1)
+    assert "devices.paths is empty" in refused.output
+    paths = ", ".join(f'"{path}"' for path in disks)
+    with config.open("a") as file:
+        file.write(f"[devices]\npaths = [{paths}]\n")
+    assert NAME in tierd("images", "show", NAME, "--config", config).stdout
+    listed = tierd("devices", "list", "--config", config).stdout
+    assert all(str(path) in listed for path in disks)
+
+
+def test_a_uuid_that_no_device_has(tmp_path: Path) -> None:
+    name = "UUID=01234567-89ab-cdef-0123-456789abcdef"
+    refused = tierd("images", "list", "--device", name, exit_code=1)
+    assert "no block device here is device 01234567-89ab-cdef-0123-456789abcdef" in refused.output
+    assert "run: tierd devices list" in refused.output
+    refused = tierd("images", "list", "--device", "UUID=7", exit_code=1)
+    assert "UUID=7 is not a device" in refused.output
+
+
+def test_uuid_of_what_bears_none(disks: list[Path], tmp_path: Path) -> None:
+    assert find_devices.uuid_of(str(disks[0])) == inspect(disks[0])["uuid"]
+    (tmp_path / "zero").write_bytes(bytes(8 * MIB))
+    assert find_devices.uuid_of(str(tmp_path / "zero")) is None
+    assert find_devices.uuid_of(str(tmp_path / "none")) is None

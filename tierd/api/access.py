@@ -1,0 +1,157 @@
+"""Who asks, and whether they may change things.
+
+On the Unix socket the kernel says who the peer is: root, the daemon's own user and members of
+``api.admin_group`` may change things, everybody else who can connect may read. On TCP whoever
+shows the token may do everything, and nobody else anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import grp
+import hmac
+import os
+import socket
+import stat
+import struct
+from http import HTTPStatus
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from tierd.api.problems import Problem
+from tierd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aiohttp.typedefs import Handler
+
+    from tierd.config import ApiSection
+
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+_SO_PEERGROUPS = 59
+_GROUPS_MAX = 256  # as many as Python lets getsockopt return
+TOKEN_BYTES_MIN = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sent a request.
+
+    Attributes:
+        name: for logs and limits: ``uid 1000``, or an address.
+        may_change: whether changes are allowed.
+    """
+
+    name: str
+    may_change: bool
+
+
+CALLER = web.RequestKey("caller", Caller)
+
+
+class Access:
+    """The rules of one daemon."""
+
+    def __init__(self, settings: ApiSection) -> None:
+        """Read the token and look the group up.
+
+        Raises:
+            ConfigError: the token file can be read by others, is missing or too short, or there
+                is no such group.
+        """
+        self._group = _group_id(settings.admin_group) if settings.admin_group else None
+        self._token = _read_token(Path(settings.token_file)) if settings.listen else b""
+
+    def identify(self, request: web.Request) -> Caller:
+        """Return who asks.
+
+        Raises:
+            Problem: 401; a TCP peer without the token.
+        """
+        transport = request.transport
+        sock = transport.get_extra_info("socket") if transport is not None else None
+        if sock is None:  # it has gone already
+            return Caller("gone", may_change=False)
+        if sock.family == socket.AF_UNIX:
+            return self._local(sock)
+        return self._remote(request)
+
+    def _local(self, sock: socket.socket) -> Caller:
+        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        _, uid, gid = _CREDENTIALS.unpack(raw)
+        allowed = uid in {0, os.geteuid()}
+        if not allowed and self._group is not None:
+            packed = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * _GROUPS_MAX)
+            others = struct.unpack(f"{len(packed) // 4}I", packed)
+            allowed = self._group in {gid, *others}
+        return Caller(f"uid {uid}", may_change=allowed)
+
+    def _remote(self, request: web.Request) -> Caller:
+        kind, _, given = request.headers.get("Authorization", "").partition(" ")
+        right = kind.lower() == "bearer" and hmac.compare_digest(
+            given.strip().encode(errors="replace"), self._token
+        )
+        if not right or not self._token:
+            raise Problem(
+                HTTPStatus.UNAUTHORIZED,
+                "the token is missing or wrong; send it as: Authorization: Bearer TOKEN "
+                "(it stands in the file that api.token_file names)",
+                headers={"WWW-Authenticate": 'Bearer realm="tierd"'},
+            )
+        return Caller(f"address {request.remote}", may_change=True)
+
+
+ACCESS = web.AppKey("access", Access)
+
+
+@web.middleware
+async def access_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Find out who asks before anything else happens."""
+    request[CALLER] = request.app[ACCESS].identify(request)
+    return await handler(request)
+
+
+def require_change(request: web.Request) -> None:
+    """Refuse a change by somebody who may only read.
+
+    Raises:
+        Problem: 403.
+    """
+    caller = request[CALLER]
+    if not caller.may_change:
+        raise Problem(
+            HTTPStatus.FORBIDDEN,
+            f"{caller.name} may read but not change anything here; run as root, or join the "
+            "group that api.admin_group names",
+        )
+
+
+def _read_token(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            token = file.read(4096).strip()
+    except OSError as error:
+        raise ConfigError(
+            f"api.token_file: {path} cannot be read: {error.strerror}; "
+            f"run: (umask 077; openssl rand -hex 32 > {path})"
+        ) from None
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigError(
+            f"api.token_file: {path} has mode {stat.S_IMODE(mode):04o}, so others may read the "
+            f"token; run: chmod 600 {path}"
+        )
+    if len(token) < TOKEN_BYTES_MIN:
+        raise ConfigError(
+            f"api.token_file: {path} holds {len(token)} characters, a token has at least "
+            f"{TOKEN_BYTES_MIN}; run: (umask 077; openssl rand -hex 32 > {path})"
+        )
+    return token
+
+
+def _group_id(name: str) -> int:
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        raise ConfigError(f"api.admin_group: there is no group {name}; run: getent group") from None

@@ -1,0 +1,77 @@
+"""What the entry point does when it is switched on."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from tierd.errors import TierdError
+from tierd.hook.imports import when_imported
+from tierd.hook.sglang import guards
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import ModuleType
+
+ENGRAM_MODULE = "sglang.srt.layers.engram"
+PLE_MODULE = "sglang.srt.models.qwen4_exp"
+RUNNER_MODULE = "sglang.srt.model_executor.model_runner"
+
+_state = {"active": False}
+
+
+@contextlib.contextmanager
+def or_exit() -> Iterator[None]:
+    """End the process with one line instead of letting SGLang log an error and go on unserved."""
+    try:
+        yield
+    except TierdError as error:
+        raise SystemExit(f"tierd: {error}") from None
+    except Exception as error:
+        raise SystemExit(
+            f"tierd: the SGLang hook failed: {type(error).__name__}: {error}; "
+            "run: tierd hook check sglang"
+        ) from error
+
+
+def activate() -> None:
+    """Check the engine and arrange for its modules to be patched. Idempotent.
+
+    Raises:
+        SystemExit: see :mod:`tierd.hook.sglang.guards`.
+    """
+    if _state["active"]:
+        return
+    with or_exit():
+        guards.require_environment()
+    _state["active"] = True
+    when_imported(ENGRAM_MODULE, _patch_engram)
+    when_imported(PLE_MODULE, _patch_ple)
+    when_imported(RUNNER_MODULE, _patch_runner)
+
+
+# The adapters need torch, which a process that imports these modules has loaded by then.
+
+
+def _patch_engram(module: ModuleType) -> None:
+    with or_exit():
+        guards.require_source(module, guards.ENGRAM)
+        from tierd.hook.sglang import engram  # noqa: PLC0415 - see above
+
+        engram.patch(module)
+
+
+def _patch_ple(module: ModuleType) -> None:
+    with or_exit():
+        guards.require_source(module, guards.PLE)
+        from tierd.hook.sglang import ple  # noqa: PLC0415 - see above
+
+        ple.patch(module)
+
+
+def _patch_runner(module: ModuleType) -> None:
+    with or_exit():
+        guards.require_source(module, guards.RUNNER)
+        from tierd.hook.sglang import loaded  # noqa: PLC0415 - see above
+
+        loaded.patch(module)
