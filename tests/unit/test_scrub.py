@@ -288,3 +288,19 @@ def test_the_rate_is_kept(
         scrubber._before_read(64)  # 256 KiB: an eighth of a second at this rate
     # A second's worth may be made up for at once, the rest keeps the rate.
     assert sum(slept) == pytest.approx((41 - 1) / 8 - 1, abs=0.2)
+
+
+def test_a_pass_ends_when_what_was_left_of_it_is_deleted(disks: list[Path], tmp_path: Path) -> None:
+    """Or the scrub would have nothing to do for ever."""
+    scrub = Scrub(tmp_path)
+    with opened(disks, write=False) as stores:
+        images = sorted(stores.images, key=lambda image: image.info.pages)
+        while not (step := scrub.step(images, 5.0)).image_done:  # type: ignore[union-attr]
+            assert step is not None
+        step = scrub.step(images[:1], 6.0)
+        assert step is not None
+        assert (step.image, step.pages, step.pass_done) == ("", 0, True)
+        assert (scrub.passes, scrub.finished_at) == (1, 6.0)
+        step = scrub.step(images[:1], 7.0)
+        assert step is not None
+        assert step.pages == images[0].info.pages

@@ -50,6 +50,7 @@ class Step:
     """What one step did.
 
     Attributes:
+        image: its name; empty if it was found that nothing of the pass is left.
         pages: read.
         findings: in them.
         image_done: the image was finished with this step.
@@ -151,7 +152,8 @@ class Scrub:
         by_key = {_key(image): image for image in images}
         image = self._current(by_key)
         if image is None:
-            return None
+            # What was left of the pass may have been deleted: then this is its end.
+            return self._end_pass("", 0, (), now) if by_key else None
         if self._walk is None or self._walk[0] != self._key:
             reader = PageReader(image)
             self._walk = (self._key, reader, BlockBuffers(reader.geometry))
@@ -179,10 +181,14 @@ class Scrub:
             found += self._finish(image)
         pass_done = image_done and set(self.done) >= by_key.keys()
         if pass_done:
-            self.done.clear()
-            self.passes += 1
-            self.finished_at = now
+            return self._end_pass(image.name, faults.size, tuple(found), now)
         return Step(image.name, faults.size, tuple(found), image_done, pass_done)
+
+    def _end_pass(self, name: str, pages: int, found: tuple[Finding, ...], now: float) -> Step:
+        self.done.clear()
+        self.passes += 1
+        self.finished_at = now
+        return Step(name, pages, found, bool(name), pass_done=True)
 
     def _current(self, by_key: dict[str, StripedImage]) -> StripedImage | None:
         """The image that is being read, or the next one of this pass."""

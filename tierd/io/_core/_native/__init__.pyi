@@ -172,12 +172,12 @@ class Pump:
         """
         TimeoutError if the loop stands still for `timeout_ms` (-1: wait for ever).
         Plain counters: requests, pages (of requests answered ok), failed {status: requests},
-         jumps (nonsense doorbells), takeovers, staged (pages found where a
-         hint left them), read_ns (of all requests,
-         from seeing the doorbell to answering), reads, retries, next_tier (reads
-         of a copy, after the retry), crc_checked, in_flight,
-         in_flight_max, parks, wakes, beats, held_back (looks at a request whose pages were
-         still being read into), cpu_user_ns and cpu_system_ns of the pump's
+        jumps (nonsense doorbells), takeovers, staged (pages found where a
+        hint left them), read_ns (of all requests,
+        from seeing the doorbell to answering), reads, retries, next_tier (reads
+        of a copy, after the retry), crc_checked, in_flight,
+        in_flight_max, parks, wakes, beats, held_back (looks at a request whose pages were
+        still being read into), cpu_user_ns and cpu_system_ns of the pump's
         thread, latency_us (reads from submission to reaping; entry i counts those below
         2^i us), rings, devices, transport, transport_reason.
         """
@@ -469,6 +469,9 @@ class SimDevice:
         Times that a read of the device page gave anything but its right bytes.
         """
 
+    def flipped_reads(self, page: int) -> int:
+        """Of those, times that a bit of it was flipped on the way."""
+
     def counts(self) -> dict:
         """Faults reached: name -> (roots, tables, data)."""
 
@@ -501,6 +504,7 @@ class Watchdog:
 
     def stop(self) -> None:
         """Idempotent."""
+
 def probe_reads(fd: int, *, pages: int, depth: int, seconds: float, seed: int) -> dict:
     """
     Read random pages of [0, pages) with `depth` reads in flight for `seconds`, by the same
