@@ -230,6 +230,10 @@ class Feed:
         self._place = [0] * len(tokens)  # next token
         self._waiting = collections.deque(range(len(tokens)))
 
+    def sessions(self) -> list[NDArray[np.int64]]:
+        """Rows of every session's whole text, int64 [tokens, layers, columns]."""
+        return self._rows
+
     def _start(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The next session's next turn: rows of its prefill and of its decoded tokens."""
         session = self._waiting.popleft()

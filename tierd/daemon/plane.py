@@ -340,8 +340,12 @@ class DataPlane:
                     return store
         raise NoDeviceError(f"{device[:200]}: not a device of this daemon; run: tierd status")
 
-    def attach(self, channel_fd: int, images: Sequence[ServedImage]) -> Attached:
+    def attach(
+        self, channel_fd: int, images: Sequence[ServedImage], hints: bool = False
+    ) -> Attached:
         """Hand a channel to the pump with the fewest rings; image i becomes ring i.
+
+        With ``hints``, as many rings follow that hint at the images' pages.
 
         Raises:
             AttachError: the pump refuses the channel; the text says what is wrong with it.
@@ -355,7 +359,7 @@ class DataPlane:
         channel = None
         try:
             channel = pump.add_channel(channel_fd)
-            for ring, image in enumerate(images):
+            for ring, image in enumerate([*images, *images] if hints else images):
                 pump.add_ring(channel, ring, image.tables[number])
         except (ValueError, OSError, RuntimeError) as error:
             if channel is not None:

@@ -68,7 +68,8 @@ class ChannelView:
         client_id: 16 bytes that the client chose.
         abi: version of this protocol that the client speaks.
         guarded: whether a guardian of the client answers what a daemon leaves.
-        rings: layouts, in ring order.
+        rings: layouts of the images' rings, in ring order.
+        hints: rings behind these that carry hints, ring by ring; none or one for each.
     """
 
     def __init__(self, fd: int, limits: ChannelSection) -> None:
@@ -105,8 +106,12 @@ class ChannelView:
         self.abi = abi
         self.bytes = size
         self.rings = tuple(self._read_entry(ring, size, limits) for ring in range(count))
-        self.guarded = all(ring.flags & protocol.RING_FLAG_GUARDED for ring in self.rings)
         pages = sum(ring.arena_pages for ring in self.rings)
+        self.hints = tuple(r for r in self.rings if r.flags & protocol.RING_FLAG_HINT)
+        self.rings = self.rings[: count - len(self.hints)]
+        if self.hints and [r.table for r in self.hints] != [r.table for r in self.rings]:
+            raise AttachError("hint rings do not follow the rings that they are for")
+        self.guarded = all(ring.flags & protocol.RING_FLAG_GUARDED for ring in self.rings)
         if pages > limits.arena_pages_max:
             raise AttachError(
                 f"the client's arenas have {pages} pages together; "

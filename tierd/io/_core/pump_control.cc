@@ -136,7 +136,8 @@ void Pump::open_reader(const ReaderFactory& factory) {
     reader_ = factory ? factory(options) : make_reader(options);
     if (options_.play_base_us == 0 && options_.play_page_us == 0) return;
     const PlayedDevice played{static_cast<std::uint64_t>(options_.play_base_us * 1e3),
-                              static_cast<std::uint64_t>(options_.play_page_us * 1e6)};
+                              static_cast<std::uint64_t>(options_.play_page_us * 1e6),
+                              options_.play_queues};
     reader_ = make_played_reader(options, played, std::move(reader_));
 }
 

@@ -83,13 +83,14 @@ class Pump:
     threads and says why in transport_reason) or a pump that is stopped.
     crc_sample checks the CRC of one page in so many: 0 never, 1 always.
     play_base_us, play_page_us: for measurements, play a device whose burst of n
-    pages takes base + n * page; transport='memory' copies from mapped files.
+    pages takes base + n * page, each device its own or play_queues of them;
+    transport='memory' copies from mapped files.
     guardian=True makes the engine's side of docs/protocol.md, 'Two servers': it
     takes a ring whose daemon stands still for suspect_ms while a request waits,
     and gives it back; end_rank ends the process when a GPU ring's request fails.
     """
 
-    def __init__(self, *, transport: str = 'auto', queue_depth: int = 128, read_threads: int = 16, spin_us: int = 50, park_us: int = 50, crc_sample: int = 16, checks: bool = True, cpu: int = -1, seed: int = 0, play_base_us: float = 0.0, play_page_us: float = 0.0, guardian: bool = False, suspect_ms: int = 20, end_rank: bool = False) -> None: ...
+    def __init__(self, *, transport: str = 'auto', queue_depth: int = 128, read_threads: int = 16, spin_us: int = 50, park_us: int = 50, crc_sample: int = 16, checks: bool = True, cpu: int = -1, seed: int = 0, play_base_us: float = 0.0, play_page_us: float = 0.0, play_queues: int = 0, guardian: bool = False, suspect_ms: int = 20, end_rank: bool = False) -> None: ...
 
     @property
     def transport(self) -> str:
@@ -172,12 +173,12 @@ class Pump:
         """
         TimeoutError if the loop stands still for `timeout_ms` (-1: wait for ever).
         Plain counters: requests, pages (of requests answered ok), failed {status: requests},
-         jumps (nonsense doorbells), takeovers, staged (pages found where a
-         hint left them), read_ns (of all requests,
-         from seeing the doorbell to answering), reads, retries, next_tier (reads
-         of a copy, after the retry), crc_checked, in_flight,
-         in_flight_max, parks, wakes, beats, held_back (looks at a request whose pages were
-         still being read into), cpu_user_ns and cpu_system_ns of the pump's
+        jumps (nonsense doorbells), takeovers, staged (pages found where a
+        hint left them), read_ns (of all requests,
+        from seeing the doorbell to answering), reads, retries, next_tier (reads
+        of a copy, after the retry), crc_checked, in_flight,
+        in_flight_max, parks, wakes, beats, held_back (looks at a request whose pages were
+        still being read into), cpu_user_ns and cpu_system_ns of the pump's
         thread, latency_us (reads from submission to reaping; entry i counts those below
         2^i us), rings, devices, transport, transport_reason.
         """
@@ -469,6 +470,9 @@ class SimDevice:
         Times that a read of the device page gave anything but its right bytes.
         """
 
+    def flipped_reads(self, page: int) -> int:
+        """Of those, times that a bit of it was flipped on the way."""
+
     def counts(self) -> dict:
         """Faults reached: name -> (roots, tables, data)."""
 
@@ -501,6 +505,7 @@ class Watchdog:
 
     def stop(self) -> None:
         """Idempotent."""
+
 def probe_reads(fd: int, *, pages: int, depth: int, seconds: float, seed: int) -> dict:
     """
     Read random pages of [0, pages) with `depth` reads in flight for `seconds`, by the same
