@@ -2,7 +2,34 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := all
-.PHONY: all setup build stubs lint test demo packages bench bench-gpu bench-report gpu-test sanitizers chaos bench-life sim sim-soak sim-mutants crash clean
+# Every target is a command but those that begin with a dot.
+.PHONY: all \
+	bench \
+	bench-controller \
+	bench-gpu \
+	bench-kv \
+	bench-life \
+	bench-operator \
+	bench-report \
+	bench-sglang \
+	bench-storage \
+	build \
+	chaos \
+	clean \
+	crash \
+	demo \
+	gpu-test \
+	lab \
+	lint \
+	packages \
+	sanitizers \
+	setup \
+	sim \
+	sim-mutants \
+	sim-soak \
+	stubs \
+	test \
+	test-sglang
 
 all: lint test
 
@@ -29,7 +56,19 @@ lint: build
 	.venv/bin/mypy
 
 test: build
-	$(PY) -m pytest
+	$(PY) -m pytest -m "not lab"
+
+# Loop devices, broken disks: as root; skips by name elsewhere.
+lab: build
+	$(PY) -m pytest -m lab tests
+
+# SGLang's real modules, both releases, in environments of their own (.venv-sglang).
+.venv-sglang/.ready: .venv/.built tests/engines/sglang/requirements.txt tools/sglang_venvs.sh
+	tools/sglang_venvs.sh
+test-sglang: .venv-sglang/.ready
+	$(PY) -m pytest tests/engines/sglang
+bench-sglang: .venv-sglang/.ready
+	$(PY) -m bench.sglang
 
 demo: build
 	$(PY) -m tierd.cli demo
@@ -59,13 +98,25 @@ crash: build
 
 bench: build
 	$(PY) -m bench.first_light
+# Makes its sessions once; takes a quarter of an hour.
+bench-controller: build
+	$(PY) -m bench.controller
 # Both need a CUDA GPU.
 gpu-test: build
-	$(PY) -m pytest tests/gpu -m gpu
+	TRITON_INTERPRET=0 $(PY) -m pytest tests/gpu -m gpu
 bench-gpu: build
 	$(PY) -m bench.gpu
+# A few minutes on the CPU; the GPU part is `python -m bench.kv_gpu` (docs/kv.md).
+bench-kv: build
+	$(PY) -m bench.kv
+# Needs root, for a loop device; `python -m bench.storage --only PART...` runs a part.
+bench-storage: build
+	$(PY) -m bench.storage
 bench-life: build
 	$(PY) -m bench.life
+# --quick tries it; the parts that take times want a machine that does nothing else.
+bench-operator: build
+	$(PY) -m bench.operator
 bench-report: build
 	$(PY) -m bench.report
 

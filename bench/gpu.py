@@ -26,6 +26,8 @@ STAGES = {
     "stress": "bench.gpu_rows:stress()",
     "dram": "bench.gpu_dram:dram_vs_stock()",
     "table2": "bench.gpu_step:table2()",
+    "prefill": "bench.gpu_prefill:prefill()",
+    "probe": "bench.gpu_probe:probed()",
     "remote": "bench.gpu_step:remote()",
     "traced": "bench.gpu_step:traced('agent') bench.gpu_step:traced('chat')",
     "synthetic": "bench.gpu_step:synthetic('uniform') bench.gpu_step:synthetic('zipf')",

@@ -21,6 +21,7 @@ import triton.language as tl
 
 from bench.loops import Loops
 from tierd.gpu.cache import GpuCache
+from tierd.gpu.hints import HintRing, hint_rows
 from tierd.gpu.shared import ChannelMap
 from tierd.gpu.table import GpuTable, TableImage
 from tierd.io import _core
@@ -74,6 +75,7 @@ class Bed:
         devices: int = 1,
         loops: bool = False,
         arena_pages: int = 0,
+        hint_pages: int = 0,
         keep_stored: bool = True,
     ) -> None:
         """Make everything.
@@ -103,6 +105,9 @@ class Bed:
         flag = int(_core.protocol.RING_FLAG_GPU)
         arena_pages = arena_pages or 2 * rows_max
         rings = [(rows_max, arena_pages, n, flag) for n in range(len(quotas))]
+        if hint_pages:
+            listed, flag = hint_rows(hint_pages), int(_core.protocol.RING_FLAG_HINT)
+            rings += [(listed, hint_pages, n, flag) for n in range(len(quotas))]
         self.channel = _core.Channel(rank=0, world=1, client_id=bytes(16), rings=rings)
         if first_sequence:
             for ring in range(len(quotas)):
@@ -144,6 +149,14 @@ class Bed:
                 )
             )  # fmt: skip
         self.pump.start()
+        self.hints = []
+        for n in range(len(quotas) if hint_pages else 0):
+            self.pump.add_ring(attached, len(quotas) + n, n)
+            hints = HintRing(
+                self.channel, len(quotas) + n, self.pump.wake_fd, rows=self.rows,
+                per_page=PER_PAGE, pages=hint_pages,
+            )  # fmt: skip
+            self.hints.append(hints)
 
     def _write(self, pages: int) -> None:
         """Pack every image into the file, with all cores."""

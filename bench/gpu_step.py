@@ -8,6 +8,7 @@ memory and holds each burst back until the played device would have answered.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import os
 import statistics
@@ -69,6 +70,7 @@ class Played:
     page_us: float = 3.05
     devices: int = 1
     transport: str = "auto"
+    loops: int = 4  # loop devices behind each: one alone is slower than the paper's disk
 
     def bed(self) -> dict[str, Any]:
         """Options of a bed that plays them."""
@@ -76,15 +78,21 @@ class Played:
             "transport": self.transport,
             "play_base_us": self.base_us,
             "play_page_us": self.page_us,
+            "play_queues": self.devices,
         }
-        return {"pump": pump, "devices": self.devices, "loops": self.transport == "auto"}
+        loops = self.transport == "auto"
+        return {
+            "pump": pump,
+            "devices": self.devices * (self.loops if loops else 1),
+            "loops": loops,
+        }
 
     def read_us(self, pages: float) -> float:
         """What a burst takes whose pages are spread evenly."""
         return self.base_us + self.page_us * pages / self.devices
 
 
-ONE, FOUR, LOOP = Played(), Played(devices=4), Played(0.0, 0.0)
+ONE, FOUR, LOOP = Played(), Played(devices=4, loops=1), Played(0.0, 0.0, loops=1)
 # 15 us + bytes at 100 Gb/s, from memory: the far node's reads go past its processors.
 REMOTE = Played(15.0, 4096 / 12500.0, transport="memory")
 
@@ -175,6 +183,32 @@ def feed(made: Bed, ids: Ids, at: int, *, decode: bool) -> None:
             made.tables[n].warm(ids.steps[at, n])
 
 
+class Gained:
+    """What the timed steps alone have moved: counters of the tables, read times of the rings."""
+
+    def __init__(self, made: Bed) -> None:
+        self._made = made
+        self.stats = [collections.Counter[str]() for _ in made.tables]
+        self.reads = [(0, 0) for _ in made.tables]
+        self._before: list[dict[str, int]] = []
+        self._reads_before: list[tuple[int, int]] = []
+
+    def begin(self) -> None:
+        self._before = [t.stats() for t in self._made.tables]
+        self._reads_before = self._made.read_times()
+
+    def end(self) -> None:
+        for n, table in enumerate(self._made.tables):
+            after, before = table.stats(), self._before[n]
+            self.stats[n].update({k: after[k] - before[k] for k in after})
+        self.reads = [
+            (ns + new[0] - old[0], requests + new[1] - old[1])
+            for (ns, requests), new, old in zip(
+                self.reads, self._made.read_times(), self._reads_before, strict=True
+            )
+        ]
+
+
 def once(graph: torch.cuda.CUDAGraph) -> float:
     """Replay; returns us."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -189,7 +223,7 @@ def play(step: Step, ids: Ids, warm: int, played: Played) -> dict[str, Any]:
     """Replay both graphs on the same ids; the first `warm` steps only warm the cache."""
     made = step.made
     times: dict[str, list[float]] = {"ours": [], "dram": []}
-    differing = 0
+    differing, gained = 0, Gained(made)
     for at in range(max(0, warm - SETTLE)):
         feed(made, ids, at, decode=True)
     for at in range(max(0, warm - SETTLE), len(ids.steps)):
@@ -197,40 +231,37 @@ def play(step: Step, ids: Ids, warm: int, played: Played) -> dict[str, Any]:
         for n in range(2):
             step.ids[n].copy_(ids.steps[at, n])
         torch.cuda.synchronize()
-        if at == warm:
-            before, reads = [t.stats() for t in made.tables], made.read_times()
         graphs = step.graphs if at >= warm else {"ours": step.graphs["ours"]}
         for name, graph in graphs.items():
-            took = once(graph)
-            if at >= warm:
-                times[name].append(took)
+            if at < warm:
+                once(graph)
+            elif name == "ours":
+                gained.begin()
+                times[name].append(once(graph))
+                gained.end()
+            else:
+                times[name].append(once(graph))
         if at >= warm and at % 8 == 0:
             for n in range(2):
                 got, want = step.out[n].view(torch.int16), step.plain[n].view(torch.int16)
                 differing += int((got != want).any(-1).sum())
-    return account(step, ids.steps[warm:], times, before, reads, played) | {"differing": differing}
+    return account(step, ids.steps[warm:], times, gained, played) | {"differing": differing}
 
 
 def account(
     step: Step,
     timed: torch.Tensor,
     times: dict[str, list[float]],
-    before: list[dict[str, int]],
-    reads: list[tuple[int, int]],
+    gained: Gained,
     played: Played,
 ) -> dict[str, Any]:
     """What the timed steps cost, and where the time went."""
     made, shape, steps = step.made, step.shape, len(times["ours"])
-    gained = [
-        {k: a[k] - b[k] for k in a}
-        for a, b in zip([t.stats() for t in made.tables], before, strict=True)
-    ]
-    now = made.read_times()
-    read_us = [(a[0] - b[0]) / max(1, a[1] - b[1]) / 1e3 for a, b in zip(now, reads, strict=True)]
+    read_us = [ns / max(1, requests) / 1e3 for ns, requests in gained.reads]
     grown = [a - b for a, b in zip(times["ours"], times["dram"], strict=True)]
     growth, base = statistics.fmean(grown), statistics.fmean(times["dram"])
-    pages = [(g["misses"] + g["bypasses"]) / steps for g in gained]
-    stall_us = [g["stall_ns"] / 1e3 / steps for g in gained]
+    pages = [(g["misses"] + g["bypasses"]) / steps for g in gained.stats]
+    stall_us = [g["stall_ns"] / 1e3 / steps for g in gained.stats]
     parts = [100 * statistics.fmean(grown[i::4]) / base for i in range(4)]
     return {
         "steps": steps,
@@ -240,7 +271,7 @@ def account(
         "growth_pct_quarters": [round(part, 3) for part in parts],
         "median_growth_us": statistics.median(grown),
         "stall_us": stall_us,
-        "late_steps": [g["late_steps"] for g in gained],
+        "late_steps": [g["late_steps"] for g in gained.stats],
         "read_us": read_us,
         "model_us": [played.read_us(n) if n else 0.0 for n in pages],
         "pages": pages,
@@ -249,7 +280,7 @@ def account(
         "outside_read_us": stall_us[0] + shape.first_us - read_us[0] if stall_us[0] > 1 else 0.0,
         "read_beyond_model_us": read_us[0] - played.read_us(pages[0]) if pages[0] else 0.0,
         "after_wait_us": growth - sum(stall_us),
-        "hit_share": [g["hits"] / g["lookups"] if g["lookups"] else 0.0 for g in gained],
+        "hit_share": [g["hits"] / g["lookups"] if g["lookups"] else 0.0 for g in gained.stats],
         "distinct": [len(timed[:, n].unique()) / timed[:, n].numel() for n in range(2)],
         "distinct_in_step": [
             statistics.fmean(len(one.unique()) / one.numel() for one in timed[:16, n])
@@ -328,6 +359,7 @@ def traced(kind: str, steps: int = 200, warm: int = 1200) -> dict[str, Any]:
     plain = {**options, "quotas": (0, 0), "warm": 10, "steps": steps // 2}
     return {
         "one": placement(B128, ONE, **options),
+        "one, 24 ways for layer 1": placement(B128, ONE, **{**options, "quotas": (24, 8)}),
         "four": placement(B128, FOUR, **options),
         "uncached": placement(B128, ONE, **plain),
         "dram + one disk": placement(B128, ONE, **{**plain, "dram1": True, "steps": steps}),

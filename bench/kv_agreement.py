@@ -21,31 +21,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from bench.kv_model import Batch, Model, draw, recall_pct, source_text
+from tierd.kv.drafts import PromptLookup
 
 BLOCK = 16
 METHODS = ("true", "lookup", "previous")
-NGRAMS = (6, 5, 4, 3, 2)
 
 
-def prompt_lookup(tokens: list[int], ngrams: tuple[int, ...] = NGRAMS) -> list[int]:
-    """The draft of every position from what stands before it; -1 where no n-gram was seen before.
-
-    draft[t] is the token that followed the latest earlier occurrence of the n tokens before t,
-    for the largest n that occurs.
-    """
-    seen: dict[tuple[int, ...], int] = {}
-    drafts = [-1] * len(tokens)
-    for t in range(1, len(tokens)):
-        for n in ngrams:
-            if t >= n and (gram := tuple(tokens[t - n : t])) in seen:
-                drafts[t] = tokens[seen[gram]]
-                break
-        for n in ngrams:
-            if t >= n:
-                seen[tuple(tokens[t - n : t])] = t
+def prompt_lookup(tokens: list[int]) -> list[int]:
+    """The draft of every position from what stands before it; -1 where there is none."""
+    lookup, drafts = PromptLookup(), []
+    for token in tokens:
+        drafts.append((lookup.draft() or [-1])[0])
+        lookup.extend([token])
     return drafts
 
 
@@ -118,8 +108,8 @@ class Played:
         self.drafted = drafts >= 0
         self.accepted = drafts == tokens
         embedding = model.weights["model.embed_tokens.weight"]
-        self.x = F.embedding(tokens, embedding).float()
-        self.d = F.embedding(torch.where(self.drafted, drafts, tokens), embedding).float()
+        self.x = functional.embedding(tokens, embedding).float()
+        self.d = functional.embedding(torch.where(self.drafted, drafts, tokens), embedding).float()
         self.layers = [self._layer(number) for number in range(model.shape.layers)]
         self.logits = model.logits(self.x)
 
@@ -190,8 +180,14 @@ def agreement(
 def plain(text: torch.Tensor, length: int, generator: torch.Generator) -> Batch:
     """Held-out text without records."""
     batch = draw(text, 1, length, held=True, generator=generator)
-    start = len(text) - length - 1 - int(
-        torch.rand(1, generator=generator, device=text.device) * (len(text) * 0.045 - length - 2)
+    start = (
+        len(text)
+        - length
+        - 1
+        - int(
+            torch.rand(1, generator=generator, device=text.device)
+            * (len(text) * 0.045 - length - 2)
+        )
     )
     return Batch(text[None, start : start + length + 1].long(), torch.zeros_like(batch.answers))
 
@@ -199,7 +195,7 @@ def plain(text: torch.Tensor, length: int, generator: torch.Generator) -> Batch:
 def _row(batches: list[Batch], full: list[torch.Tensor], played: list[Played]) -> dict[str, Any]:
     def loss(logits: torch.Tensor, batch: Batch) -> float:
         half = slice(len(logits) // 2, None)
-        return float(F.cross_entropy(logits.float()[half], batch.targets[0][half]))
+        return float(functional.cross_entropy(logits.float()[half], batch.targets[0][half]))
 
     def mean(values: list[float]) -> float:
         return sum(values) / len(values)
@@ -213,10 +209,11 @@ def _row(batches: list[Batch], full: list[torch.Tensor], played: list[Played]) -
         for name in names
     }
     found |= {f"{name}_mean": mean(found[name]) for name in names}
+    pairs = list(zip(played, late, strict=True))
     asked = all(batch.answers.any() for batch in batches)
     return found | {
-        "acceptance": mean([float(p.accepted[m].float().mean()) for p, m in zip(played, late, strict=True)]),
-        "drafted": mean([float(p.drafted[m].float().mean()) for p, m in zip(played, late, strict=True)]),
+        "acceptance": mean([float(p.accepted[m].float().mean()) for p, m in pairs]),
+        "drafted": mean([float(p.drafted[m].float().mean()) for p, m in pairs]),
         "loss_full": mean([loss(full[i], batches[i]) for i in count]),
         "loss_sparse": mean([loss(played[i].logits, batches[i]) for i in count]),
         "recall_full": mean([recall_pct(full[i], batches[i]) for i in count]) if asked else None,

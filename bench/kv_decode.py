@@ -11,15 +11,16 @@ on trained models.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import mmap
 import statistics
 import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch.nn import functional
 
 from tierd.io.pool import PoolView
 from tierd.kv.layer import LayerState, Tables
@@ -72,12 +73,11 @@ def prepare(
         x = x * tl.rsqrt(tl.sum(x * x) / DIM + 1e-6)
         b = tl.load(base + (token // QUERIES * HEADS + head) * DIM + d).to(tl.float32)
         tl.store(q + (token * HEADS + head) * DIM + d, (keep * b + move * x).to(tl.bfloat16))
+    elif head < HEADS + KV:
+        x = x * tl.rsqrt(tl.sum(x * x) / DIM + 1e-6)
+        tl.store(k + (token * KV + head - HEADS) * DIM + d, x.to(tl.bfloat16))
     else:
-        if head < HEADS + KV:
-            x = x * tl.rsqrt(tl.sum(x * x) / DIM + 1e-6)
-            tl.store(k + (token * KV + head - HEADS) * DIM + d, x.to(tl.bfloat16))
-        else:
-            tl.store(v + (token * KV + head - HEADS - KV) * DIM + d, x.to(tl.bfloat16))
+        tl.store(v + (token * KV + head - HEADS - KV) * DIM + d, x.to(tl.bfloat16))
 
 
 @triton.jit
@@ -107,7 +107,7 @@ class Weights:
         self.norm = torch.ones(HIDDEN, dtype=torch.bfloat16, device="cuda")
 
 
-def touch(view: PoolView, threads: int = 16) -> None:
+def touch(view: PoolView, threads: int = 8) -> None:
     """Bring the pool's memory in with all cores; registering it alone would use one."""
     memory, size = view.memory, len(view.memory) // threads
 
@@ -149,9 +149,7 @@ class Host:
             keys = entries[:, :, 0]
             self.summaries.append(torch.stack([keys.amin(2), keys.amax(2)], 2))
             row = block // self.blocks + 1
-            headers = torch.stack(
-                [row, block % self.blocks, torch.full_like(row, layer), row], -1
-            )
+            headers = torch.stack([row, block % self.blocks, torch.full_like(row, layer), row], -1)
             torch.mul(headers, 1, out=self.pool.headers(layer))
         torch.cuda.synchronize()
 
@@ -177,9 +175,7 @@ def stream(name: str) -> torch.cuda.Stream:
     return _streams[name]
 
 
-def captured(
-    fn: Callable[[], object], pool: Any = None, on: str = "front"
-) -> torch.cuda.CUDAGraph:
+def captured(fn: Callable[[], object], pool: Any = None, on: str = "front") -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, stream=stream(on)):
         fn()
@@ -196,18 +192,17 @@ class Engine:
 
     def __init__(
         self, weights: Weights, shape: KvShape, rows: int, mode: str, *, host: Host | None = None,
-        budget: Budget | None = None, admit: int | None = None, **tuning: int,
+        budget: Budget | None = None, whole: bool = False, **tuning: int,
     ) -> None:  # fmt: skip
         self.weights, self.shape, self.rows, self.mode = weights, shape, rows, mode
         self.budget = budget or Budget(blocks=128, cap=1.0)
         self.queries = 2 if mode == "lookahead" else 1
         self.ops = Kernels(shape, self.budget, **tuning)
         self.sparse = mode != "dense"
+        self.one_graph = whole or mode in {"dense", "demand"}
         self.blocks = CONTEXT // shape.block + STEPS_MAX // shape.block + 2
         self.slots = self.budget.slots if self.sparse else self.blocks
         self._make_tables()
-        if admit is not None:
-            self.tables.admit.fill_(admit)
         self.steps = Steps(self.tables)
         self.layers = [self._layer(n, host) for n in range(shape.layers)]
         self._make_buffers()
@@ -285,8 +280,8 @@ class Engine:
 
     def project(self, layer: int) -> None:
         b, w = self.buffers, self.weights
-        h = F.rms_norm(b.x, (HIDDEN,), w.norm, 1e-6)
-        qkv = F.linear(h, w.qkv[layer])
+        h = functional.rms_norm(b.x, (HIDDEN,), w.norm, 1e-6)
+        qkv = functional.linear(h, w.qkv[layer])
         prepare[(len(qkv), HEADS + 16)](
             qkv, self.base[layer], b.q[layer], b.k[layer], b.v[layer], WANDER,
             (1 - WANDER**2) ** 0.5, QUERIES=self.queries, HEADS=HEADS, KV=8, DIM=128, num_warps=1,
@@ -309,8 +304,8 @@ class Engine:
         b, w = self.buffers, self.weights
         flat = attended.view(len(b.x), HEADS * 128)
         torch.addmm(b.x, flat, w.out[layer].T, out=b.x)
-        h = F.rms_norm(b.x, (HIDDEN,), w.norm, 1e-6)
-        wide = F.linear(h, w.up[layer])
+        h = functional.rms_norm(b.x, (HIDDEN,), w.norm, 1e-6)
+        wide = functional.linear(h, w.up[layer])
         act = torch.empty(len(h), FFN, dtype=h.dtype, device=h.device)
         gated[(len(h), FFN // 1024)](wide, act, WIDTH=FFN, BLOCK=1024, num_warps=4)
         torch.addmm(b.x, act, w.down[layer].T, out=b.x)
@@ -323,7 +318,7 @@ class Engine:
     def finish(self, parity: int) -> None:
         """Logits of every row, the next tokens, and the next step's tables: one accepted."""
         b, w = self.buffers, self.weights
-        logits = F.linear(F.rms_norm(b.x, (HIDDEN,), w.norm, 1e-6), w.head)
+        logits = functional.linear(functional.rms_norm(b.x, (HIDDEN,), w.norm, 1e-6), w.head)
         b.tokens.copy_(logits.argmax(-1))
         self.kept.append(logits)
         self.steps.advance(parity)
@@ -345,8 +340,10 @@ class Engine:
     def _capture(self) -> None:
         pool = torch.cuda.graph_pool_handle()
         count = range(self.shape.layers)
-        if self.mode in {"dense", "demand"}:
+        if self.one_graph:
             self.whole = [captured(lambda p=p: self._forward(p), pool) for p in (0, 1)]
+            if self.mode not in {"dense", "demand"}:
+                self.behind = [captured(lambda p=p: self._both(p), pool) for p in (0, 1)]
             return
         self.first = captured(self.begin, pool)
         self.attends: list[list[torch.cuda.CUDAGraph]] = [[], []]
@@ -374,12 +371,31 @@ class Engine:
         for layer in range(self.shape.layers):
             self.mix(layer, self.attend(layer, self.steps.tables[parity]), parity)
 
+    def _both(self, parity: int) -> None:
+        """A step and its background, for one graph."""
+        tables = self.steps.tables[parity]
+        work = [
+            stages(self.ops, self.layers[n], tables, self.buffers.q[n], self.queries - 1)
+            for n in range(self.shape.layers)
+        ]
+        behind = Background(torch.device("cuda"), work, one_graph=True)
+        self.kept.append(behind)
+        front = torch.cuda.current_stream()
+        self.begin()
+        for layer in range(self.shape.layers):
+            behind.ready(layer, front)
+            attended = self.attend(layer, tables)
+            behind.attended(layer, front)
+            self.mix(layer, attended, parity)
+        behind.join(front)
+
     def run(self, *, background: bool = True) -> None:
         """One step."""
         parity, self.step = self.step % 2, self.step + 1
         assert self.step <= STEPS_MAX
-        if self.mode in {"dense", "demand"}:
-            self.whole[parity].replay()
+        if self.one_graph:
+            graphs = self.behind if background and self.mode == "lookahead" else self.whole
+            graphs[parity].replay()
             return
         front, behind = torch.cuda.current_stream(), self.background
         behind.work = self.work[parity]
@@ -417,8 +433,10 @@ class Engine:
         return wrong
 
 
-def timed(engines: dict[str, Callable[[], None]], repeats: int, warm: int) -> dict[str, list[float]]:
-    """Every step's time in ms; chunks of steps of each engine in turn, so that clocks wander alike."""
+def timed(
+    engines: dict[str, Callable[[], None]], repeats: int, warm: int
+) -> dict[str, list[float]]:
+    """Every step's time in ms, of each engine in turn."""
     times: dict[str, list[float]] = {name: [] for name in engines}
     for name, step in engines.items():
         torch.cuda.synchronize()
@@ -431,7 +449,7 @@ def timed(engines: dict[str, Callable[[], None]], repeats: int, warm: int) -> di
                 step()
                 marks[n + 1].record()
         torch.cuda.synchronize()
-        times[name] += [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)]
+        times[name] += [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
     return times
 
 
@@ -452,5 +470,3 @@ def cap_excess(engine: Engine, before: dict[str, int], after: dict[str, int], st
 def host_gib(shape: KvShape, rows: int) -> float:
     blocks = CONTEXT // shape.block + STEPS_MAX // shape.block + 2
     return rows * blocks * shape.layers * (shape.block_bytes + 16) / 2**30
-
-

@@ -178,56 +178,93 @@ def step_of(engine: Any, **options: bool) -> Callable[[], None]:
     return lambda: engine.run(**options)
 
 
-def decode(sparse_rows: str = "0", layers: str = "36") -> dict[str, Any]:
-    """Dense at two cards' largest batches against ours; cap sweep; demand; previous query."""
+def decode(sparse_rows: str = "0", layers: str = "36", go: str = "") -> dict[str, Any]:
+    """Dense at two cards' largest batches against ours; cap sweep; demand; previous query.
+
+    Args:
+        sparse_rows: requests of the sparse batch; 0: as many as the host pool holds.
+        layers: fewer, for a first look.
+        go: a file to wait for before anything is timed, while the pool is being filled.
+    """
     from bench import kv_decode as d
 
     shape, began = d.qwen(int(layers)), time.perf_counter()
-    dense_rows = {card: d.dense_batch(card, d.qwen()) for card in (80, 141)}
-    budget = d.Budget(blocks=128, cap=1.0)
-    fits = d.sparse_batch(80, HOST_GIB, d.qwen(), budget)
+    fits = d.sparse_batch(80, HOST_GIB, d.qwen(), d.Budget(blocks=128, cap=1.0))
     rows = int(sparse_rows) or fits
     found: dict[str, Any] = {
-        "dense_rows": dense_rows, "sparse_rows": rows, "sparse_rows_fitting": fits,
-        "host_gib": d.host_gib(shape, rows), "copy_tb_s": copy_tb_s(),
+        "dense_rows": {card: d.dense_batch(card, d.qwen()) for card in (80, 141)},
+        "sparse_rows": rows, "sparse_rows_fitting": fits, "host_gib": d.host_gib(shape, rows),
+        "errors": [],
     }  # fmt: skip
-    weights = d.Weights(shape.layers)
-    for card in (141, 80):
-        engine = d.Engine(weights, shape, dense_rows[card], "dense", **DENSE)
-        times = d.timed({"step": step_of(engine)}, 12, 3)["step"]
-        found[f"dense_{card}_ms"] = d.median(times)
-        found[f"dense_{card}_spread"] = [min(times), max(times)]
-        if card == 141:
-            found |= dense_share(engine, found["copy_tb_s"])
-        del engine
+
+    def attempt(stage: Callable[..., None], *words: Any) -> None:
+        """One stage; its failure leaves the others' results."""
+        try:
+            stage(found, *words)
+        except Exception as error:  # noqa: BLE001 - said in the result
+            found["errors"].append(f"{stage.__name__}: {error!r}"[:600])
         gc.collect()
         torch.cuda.empty_cache()
-    found["dense_s"] = time.perf_counter() - began
-    host = d.Host(shape, rows)
-    found["link_gb_s"] = link_gb_s(host)
-    found["filled_s"] = time.perf_counter() - began
-    engine = d.Engine(weights, shape, rows, "lookahead", host=host, **SPARSE)
-    settle(engine)
-    found["built_s"] = time.perf_counter() - began
-    found["caps"] = {str(cap): capped(engine, cap) for cap in CAPS}
-    found["wrong_entries"] = engine.differing()
-    found["off_ms"] = d.median(d.timed({"off": step_of(engine, background=False)}, 8, 2)["off"])
-    del engine
-    gc.collect()
+        found[f"{stage.__name__}_until_s"] = round(time.perf_counter() - began, 1)
+
+    weights, host = d.Weights(shape.layers), d.Host(shape, rows)
+    found["filled_s"] = round(time.perf_counter() - began, 1)
+    while go and not Path(go).exists():
+        time.sleep(0.05)
+    found["copy_tb_s"], found["link_gb_s"] = copy_tb_s(), link_gb_s(host)
+    for card in (141, 80):
+        attempt(dense, weights, shape, card)
+    attempt(lookahead, weights, shape, host)
+    attempt(small_batch, weights, shape, host)
     for mode in ("previous", "demand"):
-        engine = d.Engine(weights, shape, rows, mode, host=host, **SPARSE)
-        settle(engine, 6)
-        found[mode] = capped(engine, 0.05 if mode == "previous" else 1.0)
-        found[mode]["wrong_entries"] = engine.differing()
-        del engine
-        gc.collect()
-    found["small"] = small_batch(weights, shape, host)
-    found["took_s"] = time.perf_counter() - began
+        attempt(other, weights, shape, host, mode)
     return found
 
 
-DENSE = {"tile": 64, "stages": 3, "warps": 4, "splits": 8}
-SPARSE = {"tile": 64, "stages": 3, "warps": 4, "splits": 2}
+def dense(found: dict[str, Any], weights: Any, shape: Any, card: int) -> None:
+    from bench.kv_decode import Engine, median, timed
+
+    engine = Engine(weights, shape, found["dense_rows"][card], "dense", **DENSE)
+    times = timed({"step": step_of(engine)}, 12, 3)["step"]
+    found[f"dense_{card}_ms"] = median(times)
+    found[f"dense_{card}_spread"] = [min(times), max(times)]
+    if card == 141:
+        found |= dense_share(engine, found["copy_tb_s"])
+
+
+def lookahead(found: dict[str, Any], weights: Any, shape: Any, host: Any) -> None:
+    from bench.kv_decode import Engine, median, timed
+
+    engine = Engine(weights, shape, found["sparse_rows"], "lookahead", host=host, **SPARSE)
+    settle(engine)
+    caps = found["caps"] = {}
+    for cap in (0.05, *(cap for cap in CAPS if cap != 0.05)):
+        caps[str(cap)] = capped(engine, cap)
+    found["wrong_entries"] = engine.differing()
+    times = timed({"off": step_of(engine, background=False)}, 8, 2)["off"]
+    found["off_ms"] = median(times)
+    del engine
+    gc.collect()
+    engine = Engine(
+        weights, shape, found["sparse_rows"], "lookahead", host=host, whole=True, **SPARSE
+    )
+    settle(engine)
+    found["one_graph"] = capped(engine, 0.05)
+
+
+def other(found: dict[str, Any], weights: Any, shape: Any, host: Any, mode: str) -> None:
+    """Previous-query prefetch at our cap, or retrieval on demand of all that is missing."""
+    from bench.kv_decode import Engine
+
+    engine = Engine(weights, shape, found["sparse_rows"], mode, host=host, **SPARSE)
+    settle(engine, 6)
+    found[mode] = capped(engine, 0.05 if mode == "previous" else 1.0)
+    found[mode]["wrong_entries"] = engine.differing()
+
+
+# The best of `tune` for each.
+DENSE = {"tile": 32, "stages": 4, "warps": 2, "splits": 8}
+SPARSE = {"tile": 64, "stages": 2, "warps": 4, "splits": 4}
 
 
 def dense_share(engine: Any, copy: float) -> dict[str, Any]:
@@ -243,7 +280,11 @@ def dense_share(engine: Any, copy: float) -> dict[str, Any]:
         1, 6,
     )  # fmt: skip
     size = int(tables.length.sum()) * engine.shape.layers * 8 * 128 * 2 * 2
-    return {"dense_attention_us": us, "dense_kv_bytes": size, "dense_hbm_share": size / us / 1e6 / copy}
+    return {
+        "dense_attention_us": us,
+        "dense_kv_bytes": size,
+        "dense_hbm_share": size / us / 1e6 / copy,
+    }
 
 
 def settle(engine: Any, steps: int = 10) -> None:
@@ -263,6 +304,12 @@ def capped(engine: Any, cap: float) -> dict[str, Any]:
     before, steps = engine.counters(), 14
     times = timed({"step": step_of(engine)}, steps, 0)["step"]
     after = engine.counters()
+    stall = None
+    if not engine.one_graph:
+        engine.background.measure(on=True)
+        timed({"stall": step_of(engine)}, 4, 0)
+        stall = engine.background.stall_ms() / 4
+        engine.background.measure(on=False)
     entries = (after["admitted"] - before["admitted"]) / steps
     ms = median(times)
     wanted = after["wanted"] - before["wanted"]
@@ -276,29 +323,36 @@ def capped(engine: Any, cap: float) -> dict[str, Any]:
         "bytes_over_cap": cap_excess(engine, before, after, steps),
         "wrong_owner": after["wrong_owner"],
         "written": after["written"] - before["written"],
+        "stall_ms": stall,
     }
 
 
-def small_batch(weights: Any, shape: Any, host: Any) -> dict[str, Any]:
-    """Batch 8: the same steps with the background on and off, in turn."""
+def small_batch(found: dict[str, Any], weights: Any, shape: Any, host: Any) -> None:
+    """Batch 8: the same steps with the background on and off, in turn, in either form."""
     from bench.kv_decode import Budget, Engine, median, timed
 
-    engine = Engine(weights, shape, 8, "lookahead", host=host, **SPARSE)
-    settle(engine)
-    engine.tables.admit.fill_(Budget(128, 0.05).admitted)
-    on: list[float] = []
-    off: list[float] = []
-    for _ in range(4):
-        on += timed({"on": step_of(engine)}, 10, 2)["on"]
-        off += timed({"off": step_of(engine, background=False)}, 10, 2)["off"]
-    return {
-        "rows": 8, "on_ms": median(on), "off_ms": median(off),
-        "cost_pct": 100 * (median(on) / median(off) - 1), "wrong_entries": engine.differing(),
-    }  # fmt: skip
+    for name, whole in (("small_pieces", False), ("small", True)):
+        engine = Engine(weights, shape, 8, "lookahead", host=host, whole=whole, **SPARSE)
+        settle(engine)
+        engine.tables.admit.fill_(Budget(128, 0.05).admitted)
+        before, steps = engine.counters(), 0
+        on: list[float] = []
+        off: list[float] = []
+        for _ in range(4):
+            on += timed({"on": step_of(engine)}, 10, 2)["on"]
+            off += timed({"off": step_of(engine, background=False)}, 10, 2)["off"]
+            steps += 12
+        moved = engine.counters()["admitted"] - before["admitted"]
+        found[name] = {
+            "rows": 8, "on_ms": median(on), "off_ms": median(off),
+            "cost_pct": 100 * (median(on) / median(off) - 1),
+            "gb_step": moved * shape.entry_bytes / steps / 1e9,
+            "wrong_entries": engine.differing(),
+        }  # fmt: skip
 
 
-def model(seconds: str = "120", medium: str = "125") -> dict[str, Any]:
-    """Train both models on the spot and play them: recall, loss, agreement."""
+def model(seconds: str = "60", medium: str = "125") -> dict[str, Any]:
+    """Train both models on the spot (0 s: neither) and play them: recall, loss, agreement."""
     from bench.kv_agreement import agreement
     from bench.kv_model import WEIGHTS, Model, source_text
 
@@ -306,15 +360,19 @@ def model(seconds: str = "120", medium: str = "125") -> dict[str, Any]:
     for size, limit in (("small", seconds), ("medium", medium)):
         if float(limit):
             words = [size, "--seconds", limit, "--text-mb", "60", "--out", str(into[size])]
-            subprocess.run([sys.executable, "-m", "bench.kv_train", *words], check=True)
+            subprocess.run(
+                [sys.executable, "-m", "bench.kv_train", *words], check=True, stdout=sys.stderr
+            )
     text = source_text(60_000_000).cuda()
     found: dict[str, Any] = {}
     for size, path in into.items():
         if path.exists():
             made = Model.load(path, "cuda")
+            rows = agreement(made, text, (1 / 16,), sequences=24)
+            rows += agreement(made, text, (1 / 8, 1 / 4), sequences=4)
+            found[f"{size} records"] = rows
             shares = (1 / 16, 1 / 8, 1 / 4)
-            found[f"{size} records"] = agreement(made, text, shares, sequences=8)
-            found[f"{size} text"] = agreement(made, text, shares, sequences=8, records=False)
+            found[f"{size} text"] = agreement(made, text, shares, sequences=6, records=False)
     return found
 
 
@@ -341,7 +399,9 @@ def main() -> None:
         tail = done.stdout.strip().splitlines()
         ok = done.returncode == 0 and bool(tail)
         result = json.loads(tail[-1]) if ok else {"failed": done.stderr[-3000:]}
-        line = json.dumps({"stage": stage, "took_s": round(time.perf_counter() - began, 1), **result})
+        line = json.dumps(
+            {"stage": stage, "took_s": round(time.perf_counter() - began, 1), **result}
+        )
         print(line, flush=True)
         if options.out:
             with options.out.open("a") as file:

@@ -16,13 +16,14 @@ import time
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from bench.kv_model import (
     KEYS,
     MEDIUM,
     SMALL,
     Batch,
+    Guide,
     Model,
     draw,
     drill,
@@ -35,6 +36,7 @@ TOKENS = 32_768  # a step
 LENGTHS = (256, 512, 1024, 2048, 4096)
 LEARNED_PCT = 93.0
 ANSWER_WEIGHT = 12.0
+GUIDANCE = 0.1
 RATES = {"small": 3e-3, "medium": 1.5e-3}
 
 
@@ -62,9 +64,19 @@ class Curriculum:
 
 def loss_of(logits: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Weighted loss to train on, and the plain mean."""
-    each = F.cross_entropy(logits.float(), batch.targets.flatten(), reduction="none")
+    each = functional.cross_entropy(logits.float(), batch.targets.flatten(), reduction="none")
     weight = 1 + (ANSWER_WEIGHT - 1) * batch.answers.flatten().float()
     return (each * weight).sum() / weight.sum(), each.mean()
+
+
+def guides_of(batch: Batch, generator: torch.Generator) -> tuple[Guide, Guide]:
+    """The two heads that recall is made of: the previous place, and where the answer stands."""
+    assert batch.rows is not None
+    assert batch.sources is not None
+    size, length = batch.rows.shape, batch.answers.shape[1]
+    anywhere = torch.rand(*size, generator=generator, device=batch.rows.device)
+    anywhere = 1 + (anywhere * (length - 1)).long()
+    return (Guide(0, anywhere, anywhere - 1), Guide(1, batch.rows, batch.sources))
 
 
 def rate(progress: float, step: int, peak: float) -> float:
@@ -108,8 +120,10 @@ def train(
             pairs = min(KEYS, 8 << plan.stage)
             more = drill(drilled, plan.length, pairs=pairs, generator=generator)
             batch = join(batch, more)
-        logits = model.forward(batch.inputs)
+        guides = guides_of(batch, generator)
+        logits = model.forward(batch.inputs, guides)
         loss, plain = loss_of(logits, batch)
+        loss = loss + GUIDANCE * (guides[0].loss + guides[1].loss)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
@@ -121,7 +135,9 @@ def train(
             plan.learn(recall, progress)
         if step % 200 == 0:
             took = time.perf_counter() - began
-            line = f"{step} length {plan.length} loss {mean:.3f} recall {recall:.1f} {took:.0f}s"
+            seen = " ".join(f"{float(g.loss.detach()):.2f}" for g in guides)
+            line = f"{step} length {plan.length} loss {mean:.3f} recall {recall:.1f} "
+            line += f"guides {seen} {took:.0f}s"
             print(name, line, flush=True)
     for weight in weights:
         weight.requires_grad_(False)
@@ -140,7 +156,9 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     model = Model({"small": SMALL, "medium": MEDIUM}[options.size], device)
     text = source_text(int(options.text_mb * 1e6)).to(device)
-    print(f"{options.size}: {model.parameters / 1e6:.2f} M parameters, {len(text) / 1e6:.0f} MB text")
+    print(
+        f"{options.size}: {model.parameters / 1e6:.2f} M parameters, {len(text) / 1e6:.0f} MB text"
+    )
     found = train(options.size, model, text, options.seconds)
     model.save(options.out)
     print(json.dumps({"size": options.size, "parameters": model.parameters, **found}))

@@ -2,7 +2,8 @@
 
 A session is a series of turns; each turn is a prefill, whose rows the cache then holds, and 128
 decoded tokens. An agent works on one package: it reads a part of a file (prefill), and its answer
-is new text (two fifths: so much that it finds 85 % of its rows cached, as SlackTier's agents do), quotes of what it has read and written, and the fixed text of tool calls. A chat's prompts are
+is new text (two fifths: so much that it finds 85 % of its rows cached, as SlackTier's agents do),
+quotes of what it has read and written, and the fixed text of tool calls. A chat's prompts are
 short and its answers are mostly new prose. Sessions take turns in the batch's places, so that 256
 are interleaved where 128 run. Tokens are V4's, rows are V4.1's own hash. Beside these, ids by
 Zipf's law.
@@ -228,6 +229,10 @@ class Feed:
         self._turn = [0] * len(tokens)  # next turn
         self._place = [0] * len(tokens)  # next token
         self._waiting = collections.deque(range(len(tokens)))
+
+    def sessions(self) -> list[NDArray[np.int64]]:
+        """Rows of every session's whole text, int64 [tokens, layers, columns]."""
+        return self._rows
 
     def _start(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The next session's next turn: rows of its prefill and of its decoded tokens."""

@@ -101,7 +101,7 @@ def engram(
     path: Path,
     *,
     layers: tuple[int, ...] = (1, 14),
-    rows: int = 1000,
+    rows: int | tuple[int, ...] = 1000,
     dim: int = 256,
     prefix: str = "",
     shards: int = 3,
@@ -111,9 +111,10 @@ def engram(
     """DeepSeek-V4.1: fp8 payloads and e8m0 scales of every scale byte but 255."""
     rng = np.random.default_rng(seed)
     tensors, tables = filler(rng), {}
-    for layer in layers:
-        weight = random_e4m3(rng, rows, dim)
-        scale = rng.integers(0, 255, (rows, dim // 32), np.uint8)
+    counts = (rows,) * len(layers) if isinstance(rows, int) else rows
+    for layer, count in zip(layers, counts, strict=True):
+        weight = random_e4m3(rng, count, dim)
+        scale = rng.integers(0, 255, (count, dim // 32), np.uint8)
         stem = f"{prefix}layers.{layer}.engram.embed"
         tensors[f"{stem}.weight"] = ("F8_E4M3", weight.shape, weight.tobytes())
         tensors[f"{stem}.scale"] = ("F8_E8M0", scale.shape, scale.tobytes())

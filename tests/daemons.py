@@ -135,8 +135,10 @@ class Daemon:
 
 
 @contextlib.contextmanager
-def running(node: Node, *options: object) -> Iterator[Daemon]:
-    daemon = Daemon(node, *options)
+def running(
+    node: Node, *options: object, environ: dict[str, str] | None = None
+) -> Iterator[Daemon]:
+    daemon = Daemon(node, *options, environ=environ)
     try:
         yield daemon
     finally:

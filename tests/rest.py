@@ -17,6 +17,8 @@ from tierd.daemon import Daemon
 from tierd.daemon.attach import AttachServer
 from tierd.daemon.jobs import Board
 from tierd.daemon.plane import DataPlane
+from tierd.daemon.scrub import Scrubber
+from tierd.daemon.steering import Steering
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
@@ -99,9 +101,13 @@ async def serving(device: Path, directory: Path, **overrides: Any) -> AsyncItera
         stack.callback(daemon.catalog.close)
         daemon.plane = DataPlane.open(daemon.settings)
         stack.callback(daemon.plane.close)
+        daemon.scrubber = Scrubber(daemon.plane, daemon.settings.io, directory)
         daemon.jobs = Board(daemon.catalog)
         stack.callback(daemon.jobs.close)
         daemon.attach = AttachServer(daemon.settings, daemon.plane, daemon.catalog, boot_id="boot")
+        daemon.steering = Steering(
+            daemon.settings.controller, daemon.plane, daemon.attach, daemon.catalog
+        )
         api = RestApi(daemon)
         sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         sock.bind(str(path))

@@ -162,6 +162,38 @@ class HookError(TierdError):
     """The engine hook cannot serve this engine or model, and refuses to."""
 
 
+class WindowsMissingError(TierdError):
+    """No probe measured a window, or a device's read time, that a decision needs."""
+
+
+class WindowsForeignError(TierdError):
+    """Windows that were measured on another GPU, engine version or model."""
+
+
+class CurveError(TierdError):
+    """A miss curve that cannot be one."""
+
+
+class QuotaError(TierdError):
+    """Quotas that do not fit the ways of a cache, or a cache that does not fit memory."""
+
+
+class PlacementError(TierdError):
+    """No tier takes a table in time and in the room there is."""
+
+
+class TraceError(TierdError):
+    """A trace that cannot be read or written."""
+
+
+class SeenSetError(TraceError):
+    """A seen-set that cannot be read, or is of another table than is served."""
+
+
+class TraceModelError(TraceError):
+    """A trace of another model than the one in question."""
+
+
 class RowError(TierdError):
     """A request failed: its rows could not be read or did not pass their checks."""
 

@@ -196,3 +196,23 @@ class ProbedWindows:
             for layer, windows in data["layers"].items()
         }
         return cls(**known)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SeenSet:
+    """Which rows of a table traces ever saw; lossy skipping leaves the others out.
+
+    Attributes:
+        model, table, rows, fingerprint: which table it is of.
+        lookups: lookups that it was built from.
+        share: of the rows, how many were seen.
+        bits: uint8 [ceil(rows / 8)], row r is bit r % 8 of byte r // 8.
+    """
+
+    model: str
+    table: str
+    rows: int
+    fingerprint: str
+    lookups: int
+    share: float
+    bits: NDArray[np.uint8]

@@ -41,4 +41,4 @@ pip --upgrade pip
 pip scikit-build-core nanobind cmake ninja
 # torch first and pinned: asked for through a range, pip would take the newest CUDA build.
 pip torch
-pip --no-build-isolation -e '.[hf,gpu,test]'
+pip --no-build-isolation -e '.[hf,gpu,plots,test]'

@@ -36,3 +36,4 @@ if [ "$(cat $home/.ready 2>/dev/null)" != "$stamp" ]; then
     fi
     echo "$stamp" >$home/.ready
 fi
+touch $home/.ready

@@ -12,6 +12,7 @@ import torch
 from tests import checkpoints
 from tests.daemons import Daemon, Node, make_node, running
 from tests.unit import gpu_rig  # noqa: F401 - the interpreter, before any kernel is defined
+from tierd.api import rest_client
 from tierd.errors import AttachError, HookError, RowError
 from tierd.gpu import device_tables
 from tierd.gpu.audit import RowJudge
@@ -112,6 +113,27 @@ def test_zero_has_one_sign_if_asked_for(node: Node, device: str | None) -> None:
         want = expected(node, table, ids, canonical_zero=True)
         assert (want != expected(node, table, ids)).any()
         np.testing.assert_array_equal(gathered(table, torch.from_numpy(ids)), want)
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("device", ["cpu", None])
+def test_what_was_hinted_is_not_read_again(node: Node, daemon: Daemon, device: str | None) -> None:
+    options = TableOptions(device=device, hint_pages=64)
+    with attach(node, options) as client:
+        table = client.table("layers.1.engram")
+        assert client.hint("layers.1.engram", np.arange(-5, 90)) == 6
+        hints = client._hints[table.info.name]
+        assert hints._client.wait(1, 10**10) == _core.protocol.Status.ok
+        ids = np.array([3, 88, 47, 40])
+        before = rest_client.get(node.api_socket, "/v1/status")["pumps"][0]
+        np.testing.assert_array_equal(
+            gathered(table, torch.from_numpy(ids)), expected(node, table, ids)
+        )
+        after = rest_client.get(node.api_socket, "/v1/status")["pumps"][0]
+        assert (after["pages"] - before["pages"], after["reads"] - before["reads"]) == (4, 0)
+        for _ in range(30):  # the oldest hints make room, whatever is still being read
+            given = client.hint("layers.1.engram", np.arange(0, 1000, 15))
+            assert given + hints.skipped > 0
 
 
 @pytest.mark.usefixtures("daemon")

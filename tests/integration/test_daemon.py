@@ -58,7 +58,7 @@ def assert_serves(node: Node, client: Client) -> None:
 
 
 def leftovers(node: Node) -> set[str]:
-    own = {"log", "notify.sock", "catalog.db"}
+    own = {"log", "notify.sock", "catalog.db", "scrub.json", "scrub.digests"}
     return {path.name for path in node.directory.iterdir()} - own
 
 

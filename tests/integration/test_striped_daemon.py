@@ -149,7 +149,10 @@ def test_what_is_served_is_neither_deleted_nor_written(disks: Disks) -> None:
     assert [image["name"] for image in left] == [NARROW]
 
 
-def test_an_engine_that_outlives_the_daemon_keeps_its_image(disks: Disks) -> None:
+def test_an_engine_that_outlives_the_daemon_keeps_its_image(
+    disks: Disks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # reads of the killed daemon are waited for
     words = [word for path in disks.paths for word in ("--device", path)]
     with disks.serve(*disks.paths[1:]) as daemon:
         images = list_images(disks.node.engine_socket)
@@ -163,3 +166,33 @@ def test_an_engine_that_outlives_the_daemon_keeps_its_image(disks: Disks) -> Non
         assert "attached by an engine, so it cannot be deleted" in refused.output
     tierd("images", "delete", WIDE, *words, "--wipe")
     assert os.path.exists(disks.paths[0])
+
+
+def test_a_bad_page_is_read_from_the_copy(disks: Disks, tmp_path: Path) -> None:
+    copies = [tmp_path / "copy0", tmp_path / "copy1"]
+    for path in copies:
+        Store.format(path, size=12 * MIB).close()
+    words = [word for path in disks.paths for word in ("--device", path)]
+    targets = [word for path in copies for word in ("--to", path)]
+    made = json.loads(tierd("images", "copy", WIDE, *words, *targets, "--json").stdout)
+    assert made["devices"] == list(map(str, copies))
+    with StoreSet.open(disks.paths, write=False) as stores:
+        shares = stores.image(WIDE).shares
+        places = [(share.path, share.extents[0].device_page * 4096 + 99) for share in shares]
+    for path, place in places:  # a bit of the first page of every share
+        with open(path, "r+b") as file:
+            file.seek(place)
+            byte = file.read(1)[0]
+            file.seek(place)
+            file.write(bytes([byte ^ 1]))
+    with running(
+        disks.node,
+        *(word for path in [*disks.paths[1:], *copies] for word in ("--device", path)),
+        environ={"TIERD__IO__CRC_SAMPLE": "1"},
+    ) as daemon:
+        disks.check(WIDE, NARROW)  # whoever serves, daemon or guardian
+        assert disks.status()["shadowed_images"] == []
+        images = tierd("images", "--json", "--api-socket", disks.node.api_socket).stdout
+        (wide,) = [e for e in json.loads(images)["images"] if e["name"] == WIDE]
+        assert wide["copies"] == [list(map(str, copies))]
+        assert daemon.stop() == 0

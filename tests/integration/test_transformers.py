@@ -155,7 +155,7 @@ REFUSALS = {
     "fork": r"attached by process \d+ and is used after a fork in \d+",
     "named but other": "wide/layers.0.per_layer has 6656 rows of 960 values, the model's table "
     "512 of 24",
-    "engine": "engine 'sglang' is not one that tierd serves; there is: transformers",
+    "engine": "engine 'tgi' is not one that tierd serves; there is: sglang, transformers",
 }
 
 

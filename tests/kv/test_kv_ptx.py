@@ -46,3 +46,13 @@ def test_attention_uses_tensor_cores_and_asynchronous_copies(compiled: dict[str,
 def test_nothing_reaches_host_memory_by_atomics(compiled: dict[str, Any]) -> None:
     for name, one in compiled.items():
         assert ".sys" not in one["ptx"], name
+
+
+def test_entry_and_header_are_under_way_together(compiled: dict[str, Any]) -> None:
+    """The first 16-byte load of an entry is issued before the header's comparison."""
+    lines = compiled["transfer"]["ptx"].splitlines()
+    loads = [n for n, line in enumerate(lines) if "ld.global.v2.b64" in line]
+    stores = [n for n, line in enumerate(lines) if "st.global.v2.b64" in line]
+    last = max(n for n in loads if n < stores[-1])
+    between = [line for line in lines[last : stores[-1]] if "ld.global.b32" in line]
+    assert len(between) >= 4  # the header's words and its owner's

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,7 +14,9 @@ from tierd.kv.layer import EMPTY, LayerState, Tables, header_of
 from tierd.kv.ops import Kernels, Reference
 from tierd.kv.pool import KvPool
 from tierd.kv.requests import Parked, Requests
-from tierd.kv.shape import Budget, KvShape
+
+if TYPE_CHECKING:
+    from tierd.kv.shape import Budget, KvShape
 
 
 class World:
@@ -79,7 +81,9 @@ class World:
         shape = self.shape
         for row in rows:
             self.requests.grow(row, queries)
-        given = self.random(self.tables.rows, shape.layers, 2, queries, shape.kv_heads, shape.head_dim)
+        given = self.random(
+            self.tables.rows, shape.layers, 2, queries, shape.kv_heads, shape.head_dim
+        )
         for layer in self.layers:
             for row in rows:
                 k, v = (given[row : row + 1, layer.number, n].contiguous() for n in range(2))
@@ -116,9 +120,7 @@ class World:
                 self.ops.transfer(layer, self.tables)
         for row in going:
             number = self.requests.rows[row].number
-            self.truth[number] = torch.cat(
-                [self.truth[number], given[row, :, :, :accepted]], 2
-            )
+            self.truth[number] = torch.cat([self.truth[number], given[row, :, :, :accepted]], 2)
             self.requests.advance(row, accepted)
         self.tables.step += 1
         self.queries = q
@@ -162,9 +164,7 @@ class World:
     def _check_resident(self, row: int, layer: LayerState) -> int:
         request, compared = self.requests.rows[row], 0
         for head in range(self.shape.kv_heads):
-            blocks = (
-                layer.map[row, head].tolist() if request.sparse else range(len(request.gpu))
-            )
+            blocks = layer.map[row, head].tolist() if request.sparse else range(len(request.gpu))
             seen = [b for b in blocks if b != EMPTY]
             assert len(seen) == len(set(seen)), "a block is resident twice"
             for slot, block in enumerate(blocks):
@@ -178,7 +178,7 @@ class World:
                 compared += 1
             if request.sparse:
                 own = request.length // self.shape.block
-                local = {b for b in range(max(0, own - 1), own + 1)}
+                local = set(range(max(0, own - 1), own + 1))
                 local = {b for b in local if b * self.shape.block < request.length}
                 assert local <= set(seen), "the local blocks are always there"
         return compared

@@ -121,8 +121,8 @@ NATIVE_MUTANTS = (
     NativeMutant(
         "requests in flight forgotten at a restart",
         "server_ring.cc",
-        "std::min(unanswered(*view_.control), kRingDepth));",
-        "(MUTANT ? 0u : std::min(unanswered(*view_.control), kRingDepth)));",
+        "const std::uint32_t behind = unanswered(*view_.control);",
+        "const std::uint32_t behind = MUTANT ? 0u : unanswered(*view_.control);",
     ),
     NativeMutant(
         "directory not emptied after a failure",
@@ -194,7 +194,8 @@ def write_sources() -> None:
     files["mutants.h"] = HEADER
     for name, text in files.items():
         _write_if_new(target / CORE / name, text)
-    cmake = (ROOT / "CMakeLists.txt").read_text()
+    # Found bugs are the same at -O1, which compiles in half the time.
+    cmake = (ROOT / "CMakeLists.txt").read_text().replace("-O3", "-O1")
     _write_if_new(target / "CMakeLists.txt", cmake)
 
 

@@ -29,6 +29,7 @@ SIZES = {
     "UNIT_PAGES": UNIT_PAGES,
     "UNIT_BYTES": UNIT_PAGES * 4096,
     "BLOCK_PAGES": 8,
+    "PIECE_PAGES": 4,
     "_WIPE_BYTES": 64 << 10,
 }
 

@@ -17,6 +17,7 @@ from tierd.io import (
     _core,
     blocks,
     layout,
+    scrub,
     simulated,
     staging,
     store,
@@ -170,8 +171,8 @@ def commit_before_the_data() -> Any:
         finally:
             del device.write
 
-    def commit_first(self: Any, *arguments: Any) -> Any:
-        image = commit(self, *arguments)
+    def commit_first(self: Any, *arguments: Any, **options: Any) -> Any:
+        image = commit(self, *arguments, **options)
         for offset, data in late:
             self.device.write(offset, data)
         late.clear()
@@ -299,13 +300,31 @@ def devices_known_by_their_place() -> Any:
     return _patched((StoreSet, "_share", share))
 
 
-def units_dealt_out_backwards_to_the_pump() -> Any:
+def two_units_changed_round_for_the_pump() -> Any:
     original = stripes.image_rows
 
-    def backwards(extents: Any, index: int, count: int) -> Any:
-        return original(extents, count - 1 - index, count)
+    def changed(extents: Any, index: int, count: int) -> Any:
+        rows = original(extents, index, count)
+        if count > 1 and len(rows) > 1:
+            rows[[0, 1], 2] = rows[[1, 0], 2]
+        return rows
 
-    return _patched((stripes, "image_rows", backwards))
+    return _patched((stripes, "image_rows", changed))
+
+
+def scrub_goes_on_a_block_too_far() -> Any:
+    original = scrub.Scrub._load
+
+    def load(self: Any) -> None:
+        original(self)
+        if self.next_page:
+            self.next_page += scrub.BLOCK_PAGES
+
+    return _patched((scrub.Scrub, "_load", load))
+
+
+def scrub_goes_on_in_another_image() -> Any:
+    return _patched((scrub, "_key", lambda image: str(image.info.table.name)))
 
 
 STORAGE_MUTANTS: tuple[Callable[[], Any], ...] = (
@@ -334,5 +353,7 @@ STORAGE_MUTANTS: tuple[Callable[[], Any], ...] = (
     leftover_reclaimed_while_the_home_is_away,
     image_without_a_device_called_whole,
     devices_known_by_their_place,
-    units_dealt_out_backwards_to_the_pump,
+    two_units_changed_round_for_the_pump,
+    scrub_goes_on_a_block_too_far,
+    scrub_goes_on_in_another_image,
 )

@@ -175,7 +175,7 @@ def refusals(checkpoints: Path, scratch: Path) -> None:
         found["named"] = bool((table(ids) == model.model.embed_tokens_per_layer(ids)).all())
     with environment("TIERD_MODEL", "wide"):
         refused("named but other", lambda: AutoModel.from_config(config).eval()(ids))
-    refused("engine", lambda: hook.activate("sglang"))
+    refused("engine", lambda: hook.activate("tgi"))
 
 
 def changed(checkpoint: Path, target: Path) -> Path:

@@ -134,5 +134,5 @@ async def test_every_route_is_in_the_operators_page_and_in_the_document(rest: Re
     }
     assert described == routes
     for method, path in described:
-        assert f"`{path}`" in PAGE, path
-        assert method == "GET" or f"`{method} {path}`" in PAGE
+        assert f"`{path}`" in PAGE or method != "GET", path
+        assert f"`{method} {path}`" in PAGE or method == "GET", path

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tierd.daemon import claims
+from tierd.daemon import claims, systemd
 from tierd.errors import ConfigError, DaemonError, SocketBusyError
 
 if TYPE_CHECKING:
@@ -169,6 +169,6 @@ def test_systemd_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, abstra
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind("\0" + name[1:] if abstract else name)
         monkeypatch.setenv("NOTIFY_SOCKET", name)
-        claims.notify("READY=1")
+        systemd.notify("READY=1")
         assert manager.recv(100) == b"READY=1"
-    claims.notify("STOPPING=1")  # nobody listens any more: no matter
+    systemd.notify("STOPPING=1")  # nobody listens any more: no matter

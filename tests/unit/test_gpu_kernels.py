@@ -11,7 +11,7 @@ import torch
 from gpu_rig import GpuEngine
 from twin_rig import Rig, expected, pack
 
-from tierd.errors import RowError
+from tierd.errors import HookError, RowError
 from tierd.gpu import state
 from tierd.gpu.dram import DramTable
 from tierd.io import _core
@@ -226,6 +226,29 @@ def test_steps_larger_than_a_request_go_in_parts(rig: Rig) -> None:
         np.testing.assert_array_equal(engine.gather(0, wide), image.decoded[ids])
         engine.step(0, ids[:2, :])
         assert engine.tables[0].stats()["published"] >= 3
+
+
+def test_a_large_kick_starts_what_the_arena_has_room_for(rig: Rig) -> None:
+    """Its sub-batches are gathered, or filled and given back if other rows are wanted after all."""
+    image = rig.images[0]
+    with GpuEngine(rig, [image], sets=1, rows_max=4, arena_pages=12) as engine:
+        table = engine.tables[0]
+        large, other = torch.arange(14), torch.arange(20, 23)
+        for _ in range(2):
+            table.kick(large)
+            np.testing.assert_array_equal(engine.gather(0, large), image.decoded[:14])
+        table.kick(large + 30)
+        np.testing.assert_array_equal(engine.gather(0, other), image.decoded[20:23])
+        table.kick(large + 60)
+        table.kick(other + 50)
+        np.testing.assert_array_equal(engine.gather(0, other + 50), image.decoded[70:73])
+        np.testing.assert_array_equal(engine.gather(0, large + 30), image.decoded[30:44])
+        table.kick(large)
+        with pytest.raises(HookError, match="between a kick and its gather"):
+            table.warm(other)
+        stats = table.stats()
+        assert stats["published"] >= 3
+        assert stats["failed"] == 0
 
 
 def test_warm_rows_are_hits(rig: Rig) -> None:

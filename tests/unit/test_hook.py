@@ -90,7 +90,7 @@ def test_a_cache_size_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -
         settings.current()
 
 
-@pytest.mark.parametrize("engine", ["sglang", "vllm", "torch"])
+@pytest.mark.parametrize("engine", ["tgi", "vllm", "torch"])
 def test_engines_that_are_not_served(engine: str) -> None:
     with pytest.raises(HookError, match=f"engine '{engine}' is not one that tierd serves"):
         hook.activate(engine)

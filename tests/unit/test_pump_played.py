@@ -52,6 +52,23 @@ def test_a_burst_takes_as_long_as_the_played_device_would(
     served.pump.stop()
 
 
+def test_more_than_a_real_device_takes_at_once(tmp_path: Path) -> None:
+    """Two devices that play one; the real ones get their reads in parts."""
+    served = Served(
+        tmp_path / "image", IMAGE, queue_depth=512, play_base_us=1.0, play_page_us=1.0,
+        play_queues=1,
+    )  # fmt: skip
+    client = served.client(rows_max=400, arena_pages=1200)
+    rng = np.random.default_rng(3)
+    out = []
+    for count in (400, 1, 400):
+        pages = rng.integers(0, IMAGE.pages, count)
+        out.append((client.publish(pages), pages))
+    for sequence, pages in out:
+        client.finish(sequence, pages)
+    served.pump.stop()
+
+
 def test_what_cannot_be_played() -> None:
     with pytest.raises(ValueError, match="play_base_us and play_page_us"):
         _core.Pump(play_page_us=-1.0)

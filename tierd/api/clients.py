@@ -10,6 +10,8 @@ from tierd.api.routing import Call, Routes
 from tierd.errors import NoClientError
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from tierd.daemon.attach import AttachedClient
 
 routes = Routes("clients", "Attached engine ranks.")
@@ -17,9 +19,10 @@ routes = Routes("clients", "Attached engine ranks.")
 
 @routes.get("/v1/clients", schemas.Clients)
 async def get_clients(call: Call) -> schemas.Clients:
-    """Every attached client."""
+    """Every attached client, and how many ranks of how many each engine has attached."""
     attached = call.daemon.attach.clients.values()
-    return schemas.Clients(clients=[_client(client) for client in attached])
+    clients = [_client(client) for client in attached]
+    return schemas.Clients(clients=clients, engines=_engines(attached))
 
 
 @routes.get("/v1/clients/{client}", schemas.Client)
@@ -33,6 +36,28 @@ async def get_client(call: Call) -> schemas.Client:
     return _client(found)
 
 
+def _engines(attached: Collection[AttachedClient]) -> list[schemas.Engine]:
+    """Count ranks by engine: a rank that serves itself is one that is missing here."""
+    by_name: dict[str, list[AttachedClient]] = {}
+    for client in attached:
+        by_name.setdefault(client.engine, []).append(client)
+    engines = []
+    for name, clients in sorted(by_name.items()):
+        ranks = {client.rank for client in clients}
+        expected = max(client.expected_ranks for client in clients)
+        # Where a node has but a part of the ranks, nobody here knows which part.
+        whole = all(client.expected_ranks == client.world for client in clients)
+        engines.append(
+            schemas.Engine(
+                engine=name,
+                attached_ranks=len(ranks),
+                expected_ranks=expected,
+                missing_ranks=sorted(set(range(expected)) - ranks) if whole else [],
+            )
+        )
+    return engines
+
+
 def _client(client: AttachedClient) -> schemas.Client:
     return schemas.Client(
         client=client.client_id,
@@ -40,6 +65,7 @@ def _client(client: AttachedClient) -> schemas.Client:
         engine=client.engine,
         rank=client.rank,
         world=client.world,
+        expected_ranks=client.expected_ranks,
         attached_at=moment(client.since),
         pump=client.attached.pump,
         channel_bytes=client.view.bytes,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -39,16 +41,33 @@ class Examination:
     at: float = 0.0
 
     async def run(self, examine: Examine, settings: Settings) -> None:
-        """Examine the machine in a worker thread; a fault of the examination costs only itself."""
-        try:
-            found = await asyncio.to_thread(examine, settings)
-        except Exception:
-            log.exception("the examination failed")
+        """Examine the machine; a fault of the examination costs only itself."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[list[dict[str, Any]]] = loop.create_future()
+
+        def look() -> None:
+            try:
+                found = examine(settings)
+            except Exception:
+                log.exception("the examination failed")
+                found = []
+            with contextlib.suppress(RuntimeError):  # the daemon has stopped meanwhile
+                loop.call_soon_threadsafe(_settle, ended, found)
+
+        # A thread that nobody waits for: a device may hang, and the daemon must be able to stop.
+        threading.Thread(target=look, name="tierd-doctor", daemon=True).start()
+        found = await ended
+        if not found:
             return
         self.findings, self.at = found, time.time()
         for finding in found:
             if finding["severity"] != "ok":
                 log.warning("doctor", **finding)
+
+
+def _settle(ended: asyncio.Future[list[dict[str, Any]]], found: list[dict[str, Any]]) -> None:
+    if not ended.done():
+        ended.set_result(found)
 
 
 EXAMINATION = web.AppKey("examination", Examination)

@@ -152,5 +152,6 @@ def _image(image: ServedImage) -> schemas.Image:
         page_version=info.page_version,
         fault="",
         devices=[store.device.path for store in image.striped.stores],
+        copies=[[store.device.path for store in copy.stores] for copy in image.copies],
         clients=image.clients,
     )

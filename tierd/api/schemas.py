@@ -65,6 +65,14 @@ class Pump(BaseModel):
     cpu_system_ns: int
 
 
+class LossyTable(BaseModel):
+    """A table of which rows that no trace saw are skipped."""
+
+    image: str
+    seen_set: str
+    seen_share: float  # of its rows
+
+
 class History(BaseModel):
     """Whether events are being kept."""
 
@@ -78,6 +86,21 @@ class Refusal(BaseModel):
     pid: int
     at: str
     reason: str
+
+
+class Scrub(BaseModel):
+    """The check of every page in the background."""
+
+    state: str  # off, running, resting (between passes) or failed
+    image: str  # under the walker; "" between images
+    next_page: int  # of it
+    images_done: int  # in this pass
+    passes: int
+    finished_at: float  # end of the last pass, Unix time; 0 if there was none
+    bad_pages: int  # known now, of all images
+    damaged: dict[str, list[str]]  # image -> what is wrong with it
+    save_error: str  # why progress cannot be kept; "" while it can
+    fault: str  # why it gave up; "" while it has not
 
 
 class Status(BaseModel):
@@ -99,7 +122,9 @@ class Status(BaseModel):
     rings: int
     totals: Totals
     history: History
+    scrub: Scrub
     session_faults: int
+    lossy: list[LossyTable]  # tables whose never-seen rows are served as zero
     refusals: list[Refusal]  # engines of versions that are not served, newest last
     doctor: Verdict
 
@@ -144,6 +169,7 @@ class Image(BaseModel):
     device: str  # the home device
     device_uuid: str
     devices: list[str]  # all that hold a share of it, the home first
+    copies: list[list[str]]  # devices of the same image's copies, its next tiers
     extents: int
     page_version: int  # format of its pages
     fault: str  # why it cannot be served; "" here, since it is
@@ -187,16 +213,70 @@ class Client(BaseModel):
     engine: str
     rank: int
     world: int
+    expected_ranks: int
     attached_at: str
     pump: int
     channel_bytes: int
     rings: list[Ring]
 
 
+class Engine(BaseModel):
+    """The attached ranks of one engine, by its name; ``missing_ranks`` as far as known."""
+
+    engine: str
+    attached_ranks: int
+    expected_ranks: int
+    missing_ranks: list[int]
+
+
 class Clients(BaseModel):
     """GET /v1/clients."""
 
     clients: list[Client]
+    engines: list[Engine]
+
+
+class KvCounters(BaseModel):
+    """What owners of KV leases have counted; entries are blocks of one KV head and layer."""
+
+    steps: int
+    bytes: int  # fetched into HBM
+    bytes_written: int  # written back to the pool
+    admitted: int  # entries
+    evicted: int
+    wanted: int  # entries that predictions selected
+    hit: int  # of them, resident already
+    agreed: int  # entries of the exact sets that had been predicted
+    judged: int  # entries of the exact sets that were compared
+    wrong_owner: int  # entries that carried another owner's header, and were not taken
+    stall_ns: int
+    requests: int
+    sparse_requests: int
+    waits: int  # steps that a request sat out because a pool was full
+    preemptions: int
+    pages_used: int
+    bytes_per_step: float | None
+    resident_ratio: float | None
+    agreement_ratio: float | None
+
+
+class KvLease(BaseModel):
+    """A part of the host pool that one engine rank has."""
+
+    lease: int
+    owner: str
+    offset: int
+    bytes: int
+    counters: KvCounters
+
+
+class Kv(BaseModel):
+    """GET /v1/kv."""
+
+    pool_bytes: int
+    free_bytes: int
+    totals: KvCounters  # since the daemon's start, leases that are gone included
+    leases: list[KvLease]
 
 
 class Event(BaseModel):

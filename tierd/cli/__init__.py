@@ -6,7 +6,20 @@ the standard library and click is imported inside the commands, so that help ans
 
 from __future__ import annotations
 
-from tierd.cli import config, devices, hook, images, jobs, machine, serving, storage, watching
+from tierd.cli import (
+    config,
+    devices,
+    hook,
+    images,
+    jobs,
+    machine,
+    plan,
+    probe,
+    serving,
+    storage,
+    trace,
+    watching,
+)
 from tierd.cli.base import cli, main
 
 __all__ = [
@@ -18,7 +31,10 @@ __all__ = [
     "jobs",
     "machine",
     "main",
+    "plan",
+    "probe",
     "serving",
     "storage",
+    "trace",
     "watching",
 ]

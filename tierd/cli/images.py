@@ -71,6 +71,30 @@ def show_(image: str, devices: tuple[str, ...], config_path: Path | None, as_jso
 
 @images_.command()
 @click.argument("image", metavar="MODEL/TABLE")
+@devices_option(required=True)
+@click.option(
+    "--to", "targets", multiple=True, required=True, metavar="DEVICE", help="To here; repeatable."
+)
+@json_option
+def copy(image: str, devices: tuple[str, ...], targets: tuple[str, ...], as_json: bool) -> None:
+    """Copy an image to other devices: a second tier, read where a page of the first is bad.
+
+    A daemon may be serving the image; the devices it is copied to must not be served.
+    """
+    from tierd.tools import offline, show
+
+    made = offline.copy_image(devices, image, targets, quiet=as_json)
+    if as_json:
+        print_json(made)
+    elif made["written_bytes"]:
+        size = show.size(made["written_bytes"])
+        click.echo(f"{image}: copied to {' '.join(made['devices'])}, {size}")
+    else:
+        click.echo(f"{image}: the copy is there already")
+
+
+@images_.command()
+@click.argument("image", metavar="MODEL/TABLE")
 @devices_option(required=False)
 @click.option("--wipe", is_flag=True, help="Overwrite its bytes with zeroes, and read them back.")
 @api_option

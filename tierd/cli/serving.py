@@ -47,8 +47,11 @@ def serve(
     as_json: bool,
 ) -> None:
     """Serve the images of the configured devices until stopped (SIGTERM, Ctrl-C)."""
-    from tierd import config, daemon, log
-    from tierd.api.server import RestApi
+    from tierd.tools.lean import lean_imports
+
+    with lean_imports():
+        from tierd import config, daemon, log
+        from tierd.api.server import RestApi
     from tierd.tools import doctor
 
     overrides = {
@@ -79,10 +82,10 @@ def status(api_socket: str | None, config_path: Path | None, as_json: bool) -> N
     if as_json:
         print_json(state)
         return
-    clients = ask(api_socket, config_path, "/v1/clients")["clients"]
+    listed = ask(api_socket, config_path, "/v1/clients")
     from tierd.tools import show
 
-    show.status(state, clients)
+    show.status(state, listed["clients"], listed["engines"])
 
 
 # Options after the command's name are the command's own.

@@ -217,7 +217,7 @@ class PumpSection(Section):
 
 
 class IoSection(Section):
-    """What is checked while rows are served."""
+    """What is checked while rows are served, and in the background."""
 
     crc_sample: int = Field(
         16,
@@ -225,6 +225,24 @@ class IoSection(Section):
         le=1_000_000,
         description="The CRC of one page in so many is checked on the hot path, 0: none. "
         "Identity, generation and page number are checked on every page, tags on every row.",
+    )
+    scrub: bool = Field(
+        True,
+        description="Whether the daemon reads and checks every page in the background, again and "
+        "again (docs/operating/recovery.md). It goes on where it stopped after a restart.",
+    )
+    scrub_mib_s: int = Field(
+        32,
+        ge=1,
+        le=100_000,
+        description="How much is scrubbed at most, MiB/s. While rows are read it waits; it never "
+        "falls below some 1 MiB/s.",
+    )
+    scrub_interval_h: int = Field(
+        168,
+        ge=0,
+        le=10_000,
+        description="Hours between the end of a pass over all images and the start of the next.",
     )
 
 
@@ -246,6 +264,51 @@ class ChannelSection(Section):
     )
     clients_max: int = Field(
         64, ge=1, le=1024, description="Clients (engine ranks) attached at once."
+    )
+
+
+class KvSection(Section):
+    """The host pool for KV caches beyond HBM (docs/kv.md)."""
+
+    pool_bytes: int = Field(
+        0,
+        ge=0,
+        le=1 << 45,
+        description="Host memory that engine ranks may lease for the full KV of their requests; "
+        "it is taken as they use it and pinned by them. 0: no pool.",
+    )
+
+
+class ControllerSection(Section):
+    """What watches the cache split and the placement (docs/controller.md)."""
+
+    mode: Literal["advise", "off"] = Field(
+        "advise",
+        description="advise: decide from what attached clients do, and show each decision with "
+        "its reason (`tierd explain`); off: look at nothing.",
+    )
+    windows: str = Field(
+        "",
+        description="Windows file of the probe, measured on this GPU with this engine. Without "
+        "it there are curves and read times, but no decisions.",
+    )
+    interval_ms: int = Field(500, ge=50, le=60_000, description="How often clients are looked at.")
+    half_life_s: int = Field(
+        60,
+        ge=1,
+        le=86_400,
+        description="Traffic of so long ago counts half in the miss curves.",
+    )
+
+
+class LossySection(Section):
+    """Rows that are left out on purpose: it changes what models compute (docs/controller.md)."""
+
+    seen_sets: list[str] = Field(
+        default_factory=list,
+        max_length=64,
+        description="Files of `tierd trace seen`. Rows of their tables that no trace saw are not "
+        "read: engines on CPUs get zeroes for them. `tierd status` says so first.",
     )
 
 
@@ -303,6 +366,9 @@ class Settings(BaseSettings):
     pump: PumpSection = PumpSection()
     io: IoSection = IoSection()
     channel: ChannelSection = ChannelSection()
+    kv: KvSection = KvSection()
+    controller: ControllerSection = ControllerSection()
+    lossy: LossySection = LossySection()
     catalog: CatalogSection = CatalogSection()
     log: LogSection = LogSection()
 

@@ -23,7 +23,8 @@ import structlog
 from pydantic import BaseModel, Field, ValidationError
 
 from tierd import __version__
-from tierd.daemon import claims
+from tierd.daemon import claims, lossy
+from tierd.daemon.kv import KvLeases
 from tierd.daemon.plane import by_store, image_map
 from tierd.daemon.rings import ChannelView
 from tierd.errors import AttachError, TierdError
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from tierd.catalog import Catalog
     from tierd.config import Settings
     from tierd.daemon.plane import Attached, DataPlane, ServedImage
+    from tierd.io.pool import Lease
 
 log = structlog.get_logger("tierd.daemon.attach")
 
@@ -58,6 +60,14 @@ class ImageRef(BaseModel):
     generation: int = Field(ge=0, lt=1 << 32)
 
 
+class CacheOf(BaseModel):
+    """A row cache of the client, as it says: what the controller reckons with."""
+
+    sets: int = Field(ge=1, le=1 << 27)
+    row_bytes: int = Field(ge=1, le=4096)
+    ways: dict[int, Annotated[int, Field(ge=0, le=32)]] = Field(max_length=64)
+
+
 class AttachRequest(BaseModel):
     """The attach message; unknown keys are those of newer engines and are ignored."""
 
@@ -67,6 +77,7 @@ class AttachRequest(BaseModel):
     world: int = Field(ge=1, le=4096)
     expected_ranks: int = Field(ge=1, le=4096)
     images: list[ImageRef] = Field(min_length=1, max_length=64)
+    caches: list[CacheOf] = Field(default_factory=list, max_length=64)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,10 +89,12 @@ class AttachedClient:
     engine: str
     rank: int
     world: int
+    expected_ranks: int
     since: float
     view: ChannelView
     attached: Attached
     file: tuple[int, int]
+    caches: tuple[CacheOf, ...] = ()
 
     @property
     def let_go(self) -> bool:
@@ -106,6 +119,7 @@ class AttachServer:
 
     Attributes:
         clients: attached clients by id.
+        kv: leases of the host KV pool.
         departed: image name -> ring counters of the clients that have gone, added up.
         faults: sessions that ended by a fault of ours; each is in the log with its traceback.
         refusals: engines of versions that are not served, newest last.
@@ -119,7 +133,9 @@ class AttachServer:
         self.plane = plane
         self.catalog = catalog
         self.boot_id = boot_id
+        self.lossy = lossy.find(settings.lossy, plane.images.values())
         self.clients: dict[str, AttachedClient] = {}
+        self.kv = KvLeases(settings.kv.pool_bytes)
         self.departed: dict[str, Counter[str]] = {}
         self.faults = 0
         self.left = 0
@@ -157,6 +173,7 @@ class AttachServer:
             if pending:
                 await asyncio.wait(pending)
         self.workers.shutdown()
+        self.kv.close()
 
     async def _hand_over(self, deadline: float) -> None:
         loop = asyncio.get_running_loop()
@@ -204,6 +221,7 @@ class _Session:
         self._sock = sock
         self._pid = claims.peer_pid(sock)
         self._client: AttachedClient | None = None
+        self._leases: list[Lease] = []
         self._done = False
 
     async def run(self) -> None:
@@ -220,9 +238,11 @@ class _Session:
             _refuse(self._sock, error)
         finally:
             await self._drop("the connection closed")
+            for lease in self._leases:
+                await self._server.kv.release(lease)
 
     async def _answer_next(self) -> None:
-        limit = None if self._client else VISITOR_IDLE_S
+        limit = None if self._client or self._leases else VISITOR_IDLE_S
         async with asyncio.timeout(limit):
             await _readable(self._sock)
         try:
@@ -251,13 +271,17 @@ class _Session:
                 return self._images(message)
             case "attach":
                 return await self._attach(message, fds)
+            case "kv_lease":
+                lease, answer, memory = self._server.kv.grant(message, self._pid)
+                self._leases.append(lease)
+                return answer, memory
             case "detach":
                 await self._drop("detached")
                 self._done = True
                 return {"ok": True}, []
             case _:
                 raise AttachError(
-                    f"unknown op {_op(message)}; there are: hello images attach detach"
+                    f"unknown op {_op(message)}; there are: hello images attach detach kv_lease"
                 )
 
     def _hello(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -342,7 +366,7 @@ class _Session:
                 raise AttachError(text + "; image i is ring i")
             loop = asyncio.get_running_loop()
             attached = await loop.run_in_executor(
-                server.workers, server.plane.attach, channel_fd, wanted
+                server.workers, server.plane.attach, channel_fd, wanted, bool(view.hints)
             )
         except BaseException:
             view.close()
@@ -353,9 +377,11 @@ class _Session:
             engine=request.engine,
             rank=request.rank,
             world=request.world,
+            expected_ranks=request.expected_ranks,
             since=time.time(),
             view=view,
             attached=attached,
+            caches=tuple(request.caches),
             file=file,
         )
         server.clients[client.client_id] = client
@@ -375,6 +401,7 @@ class _Session:
             "client": client.client_id,
             "devices": [{"uuid": store.uuid, "path": store.device.path} for store, _ in stores],
             "map_bytes": len(text),
+            "lossy": lossy.answer(server.lossy, wanted),
         }
         fds: list[int] = []
         try:

@@ -126,18 +126,6 @@ def make_directory(path: Path, key: str) -> None:
         raise DaemonError(text) from None
 
 
-def notify(state: str) -> None:
-    """Tell systemd, if it started us as Type=notify. Never fails: nobody may listen."""
-    address = os.environ.get("NOTIFY_SOCKET", "")
-    if not address:
-        return
-    if address.startswith("@"):
-        address = "\0" + address[1:]
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-        sock.connect(address)
-        sock.sendall(state.encode())
-
-
 def _read_pid(fd: int) -> int | None:
     """Return the holder's pid, if it is the process that wrote it and not one after it."""
     words = os.pread(fd, 64, 0).split()

@@ -12,11 +12,11 @@ import contextlib
 import ctypes
 import dataclasses
 import os
+import queue
 import threading
 import time
 import uuid
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ log = structlog.get_logger("tierd.daemon.jobs")
 
 JOBS_MAX = 200
 QUEUED_MAX = 32
+STOP_S = 5.0
 _NICE = 10
 _IOPRIO_SET = 251 if os.uname().machine == "x86_64" else 30
 _IOPRIO_WHO_PROCESS = 1
@@ -134,16 +135,22 @@ class Job:
 
 
 class Board:
-    """The jobs of one daemon."""
+    """The jobs of one daemon.
+
+    Attributes:
+        stuck: a job did not end when it was closed, since a device does not answer it.
+    """
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._lock = threading.Lock()
         self._jobs: OrderedDict[str, Job] = OrderedDict()
-        self._worker = ThreadPoolExecutor(
-            1, thread_name_prefix="tierd-job", initializer=_yield_to_serving
-        )
+        self._queue: queue.SimpleQueue[tuple[Job, Work] | None] = queue.SimpleQueue()
         self._closed = False
+        self.stuck = False
+        # A daemon thread, so that a device that hangs cannot hold the process's end up.
+        self._thread = threading.Thread(target=self._work, name="tierd-job", daemon=True)
+        self._thread.start()
 
     def submit(self, job: Job, work: Work) -> Job:
         """Queue a job.
@@ -162,7 +169,7 @@ class Board:
             while len(self._jobs) > JOBS_MAX:
                 oldest = next(each for each in self._jobs.values() if each.state in FINISHED)
                 del self._jobs[oldest.job_id]
-        self._worker.submit(self._run, job, work)
+        self._queue.put((job, work))
         return job
 
     def list(self) -> list[Job]:
@@ -195,14 +202,21 @@ class Board:
                 self._finish(job, JobState.CANCELLED, f"job {job_id} was cancelled")
         return job
 
-    def close(self) -> None:
-        """Cancel everything and wait until nothing runs."""
+    def close(self, timeout_s: float = STOP_S) -> None:
+        """Cancel everything and wait until nothing runs, for ``timeout_s`` at most. Idempotent."""
         with self._lock:
             self._closed = True
         for job in self.list():
             if job.state not in FINISHED:
                 self.cancel(job.job_id)
-        self._worker.shutdown()
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+        self.stuck = self._thread.is_alive()
+
+    def _work(self) -> None:
+        _yield_to_serving()
+        while (item := self._queue.get()) is not None:
+            self._run(*item)
 
     def _run(self, job: Job, work: Work) -> None:
         with self._lock:

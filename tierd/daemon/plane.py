@@ -28,6 +28,7 @@ from tierd.errors import (
     NoDeviceError,
 )
 from tierd.io import _core, find_devices
+from tierd.io.copying import is_copy
 from tierd.io.store import Store
 from tierd.io.store_set import StoreSet
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 # Until a probe has measured them, windows are taken to grow by this much a layer: only their
 # order matters to a pump, and deeper layers do read later.
 LAYER_NS = 200_000
+COPIES_MAX = 7  # of an image that a pump reads; kTableCopiesMax in the core
 BEAT_WAIT_S = 0.5
 STATS_MS = 1000  # for a pump to answer; its loop turns in far less
 STOP_MS = 1000
@@ -54,14 +56,16 @@ class ServedImage:
     """An image and where it lies.
 
     Attributes:
-        striped: the image and the stores that hold it.
+        striped: the image and the stores that hold it: its first tier.
         leases: descriptors; while one is open, its extents are not reused, and it is not deleted.
+        copies: the same pages on other devices: its next tiers, in order.
         tables: its handle in each pump.
         clients: how many clients have attached it now.
     """
 
     striped: StripedImage
     leases: list[int]
+    copies: list[StripedImage] = dataclasses.field(default_factory=list)
     tables: list[int] = dataclasses.field(default_factory=list)
     clients: int = 0
 
@@ -181,26 +185,33 @@ class DataPlane:
         """Look through the stores; images that are served already stay the same objects."""
         known = {image.info.name: image for image in self.images.values()}
         names: set[str] = set()
-        images: dict[int, ServedImage] = {}
+        found: dict[int, list[StripedImage]] = {}
         shadowed: list[str] = []
         incomplete: list[StripedImage] = []
         for store in self.stores:
             for stored in store.images:
                 image = self.store_set.striped(store, stored)
                 info = image.info
+                same = found.get(info.image_id)
                 if image.fault:
                     incomplete.append(image)
-                elif info.name in names or info.image_id in images:
+                elif same is not None and is_copy(same[0], image):
+                    if len(same) <= COPIES_MAX:
+                        same.append(image)
+                elif info.name in names or same is not None:
                     shadowed.append(f"{info.name} on {store.device.path}")
                 else:
                     names.add(info.name)
-                    old = known.get(info.name)
-                    same = old is not None and old.striped == image
-                    images[info.image_id] = old if old and same else ServedImage(image, [])
-        for served in images.values():
+                    found[info.image_id] = [image]
+        self.images = {
+            image_id: _unchanged(known.get(first.name), first, copies)
+            or ServedImage(first, [], copies)
+            for image_id, (first, *copies) in found.items()
+        }
+        self.incomplete, self.shadowed = incomplete, shadowed
+        for served in self.images.values():
             if not served.leases:
                 served.lease()
-        self.images, self.incomplete, self.shadowed = images, incomplete, shadowed
 
     def _start_pump(self, number: int) -> None:
         wanted = self._settings.pump
@@ -232,6 +243,7 @@ class DataPlane:
             rows=image.info.table.rows,
             window_ns=image.window_ns,
             extents=_extent_array(image.striped, self._devices[number]),
+            copies=[_extent_array(copy, self._devices[number]) for copy in image.copies],
         )
         image.tables.append(table)
 
@@ -276,7 +288,8 @@ class DataPlane:
             self._retired.append(image)
             self._drop_retired()
         try:
-            self.store_set.delete(name, wipe=wipe)
+            for tier in (*image.copies, image.striped):
+                self.store_set.delete(tier, wipe=wipe)
         finally:
             self.refresh()  # it is served again if it is still there
 
@@ -327,8 +340,12 @@ class DataPlane:
                     return store
         raise NoDeviceError(f"{device[:200]}: not a device of this daemon; run: tierd status")
 
-    def attach(self, channel_fd: int, images: Sequence[ServedImage]) -> Attached:
+    def attach(
+        self, channel_fd: int, images: Sequence[ServedImage], hints: bool = False
+    ) -> Attached:
         """Hand a channel to the pump with the fewest rings; image i becomes ring i.
+
+        With ``hints``, as many rings follow that hint at the images' pages.
 
         Raises:
             AttachError: the pump refuses the channel; the text says what is wrong with it.
@@ -342,7 +359,7 @@ class DataPlane:
         channel = None
         try:
             channel = pump.add_channel(channel_fd)
-            for ring, image in enumerate(images):
+            for ring, image in enumerate([*images, *images] if hints else images):
                 pump.add_ring(channel, ring, image.tables[number])
         except (ValueError, OSError, RuntimeError) as error:
             if channel is not None:
@@ -418,21 +435,36 @@ def image_map(images: Sequence[ServedImage]) -> dict[str, Any]:
                 "generation": image.info.generation,
                 "row_bytes": image.info.table.row_bytes,
                 "rows": image.info.table.rows,
-                "devices": [
-                    {"uuid": share.uuid, "extents": image.striped.extent_rows(index).tolist()}
-                    for index, share in enumerate(image.striped.shares)
-                ],
+                "devices": _shares_json(image.striped),
+                "copies": [_shares_json(copy) for copy in image.copies],
             }
             for image in images
         ]
     }
 
 
+def _unchanged(
+    served: ServedImage | None, first: StripedImage, copies: list[StripedImage]
+) -> ServedImage | None:
+    """Return what is served already if it is this."""
+    same = served is not None and (served.striped, served.copies) == (first, copies)
+    return served if same else None
+
+
+def _shares_json(image: StripedImage) -> list[dict[str, Any]]:
+    return [
+        {"uuid": share.uuid, "extents": image.extent_rows(index).tolist()}
+        for index, share in enumerate(image.shares)
+    ]
+
+
 def by_store(images: Sequence[ServedImage]) -> list[tuple[Store, list[StoredImage | Part]]]:
-    """Return the stores that hold these images, each once, with what each holds of them."""
+    """Return the stores that hold these images and their copies, and what each holds of them."""
     found: dict[str, tuple[Store, list[StoredImage | Part]]] = {}
-    for image in images:
-        for share in image.striped.shares:
+    tiers = [image.striped for image in images]
+    tiers += [copy for image in images for copy in image.copies]
+    for image in tiers:
+        for share in image.shares:
             assert share.store is not None, "images that are served are whole"
             assert share.holding is not None, "and committed"
             found.setdefault(share.uuid, (share.store, []))[1].append(share.holding)

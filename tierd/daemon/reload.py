@@ -20,6 +20,9 @@ LIVE = frozenset(
         "channel.rows_max",
         "channel.arena_pages_max",
         "channel.clients_max",
+        "io.scrub",
+        "io.scrub_mib_s",
+        "io.scrub_interval_h",
         "log.level",
     }
 )

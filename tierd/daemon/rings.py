@@ -14,11 +14,15 @@ import os
 import struct
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from tierd.errors import AttachError
 from tierd.io._core import protocol
+from tierd.io.samples import SampleReader
 
 if TYPE_CHECKING:
     from tierd.config import ChannelSection
+    from tierd.types import RowSamples
 
 _HEADER = struct.Struct("<2IQ4I16s")
 _ENTRY = struct.Struct("<6Q4I")
@@ -48,6 +52,7 @@ class RingLayout:
 
     control: int
     stats: int
+    samples: int  # 0: none
     rows_max: int
     arena_pages: int
     table: int
@@ -63,7 +68,8 @@ class ChannelView:
         client_id: 16 bytes that the client chose.
         abi: version of this protocol that the client speaks.
         guarded: whether a guardian of the client answers what a daemon leaves.
-        rings: layouts, in ring order.
+        rings: layouts of the images' rings, in ring order.
+        hints: rings behind these that carry hints, ring by ring; none or one for each.
     """
 
     def __init__(self, fd: int, limits: ChannelSection) -> None:
@@ -79,6 +85,7 @@ class ChannelView:
         size = _sealed_size(fd)
         if size < protocol.HEADER_BYTES:
             raise AttachError(f"channel of {size} bytes: smaller than its header")
+        self._readers: dict[int, SampleReader] = {}
         self._map = mmap.mmap(fd, size, prot=mmap.PROT_READ)
         try:
             self._read_header(size, limits)
@@ -99,8 +106,12 @@ class ChannelView:
         self.abi = abi
         self.bytes = size
         self.rings = tuple(self._read_entry(ring, size, limits) for ring in range(count))
-        self.guarded = all(ring.flags & protocol.RING_FLAG_GUARDED for ring in self.rings)
         pages = sum(ring.arena_pages for ring in self.rings)
+        self.hints = tuple(r for r in self.rings if r.flags & protocol.RING_FLAG_HINT)
+        self.rings = self.rings[: count - len(self.hints)]
+        if self.hints and [r.table for r in self.hints] != [r.table for r in self.rings]:
+            raise AttachError("hint rings do not follow the rings that they are for")
+        self.guarded = all(ring.flags & protocol.RING_FLAG_GUARDED for ring in self.rings)
         if pages > limits.arena_pages_max:
             raise AttachError(
                 f"the client's arenas have {pages} pages together; "
@@ -110,7 +121,7 @@ class ChannelView:
     def _read_entry(self, ring: int, size: int, limits: ChannelSection) -> RingLayout:
         offset = protocol.OFFSET_RINGS + ring * protocol.RING_ENTRY_BYTES
         entry = _ENTRY.unpack_from(self._map, offset)
-        control, _, _, _, stats, _, rows_max, arena_pages, table, flags = entry
+        control, _, _, _, stats, samples, rows_max, arena_pages, table, flags = entry
         if not 1 <= rows_max <= limits.rows_max:
             raise AttachError(
                 f"ring {ring} asks for requests of {rows_max} rows; "
@@ -119,7 +130,22 @@ class ChannelView:
         last = max(control + protocol.CONTROL_BYTES, stats + protocol.STATS_BYTES)
         if last > size or control % protocol.LINE_BYTES or stats % protocol.LINE_BYTES:
             raise AttachError(f"ring {ring} lies outside its channel")
-        return RingLayout(control, stats, rows_max, arena_pages, table, flags)
+        return RingLayout(control, stats, samples, rows_max, arena_pages, table, flags)
+
+    def read_samples(self, ring: int) -> RowSamples | None:
+        """Return the rows that were sampled since the last call; None where a ring has no samples.
+
+        One caller at a time, and not after :meth:`close`.
+        """
+        reader = self._readers.get(ring)
+        if reader is None:
+            layout = self.rings[ring]
+            try:
+                data = np.frombuffer(self._map, np.uint8)
+                reader = self._readers[ring] = SampleReader(data, layout.samples, layout.table)
+            except ValueError:  # the client wrote nonsense there, or is an older one
+                return None
+        return reader.read()
 
     def stats(self, ring: int) -> dict[str, int]:
         """Return the client's counters since attach."""
@@ -148,6 +174,7 @@ class ChannelView:
 
     def close(self) -> None:
         """Unmap."""
+        self._readers.clear()  # they look into the mapping
         self._map.close()
 
 

@@ -26,11 +26,13 @@ import uvloop
 from tierd import __version__
 from tierd import log as logging
 from tierd.catalog import Catalog
-from tierd.daemon import claims, reload
+from tierd.daemon import claims, reload, systemd
 from tierd.daemon.attach import AttachServer
 from tierd.daemon.hub import Hub
 from tierd.daemon.jobs import Board
 from tierd.daemon.plane import DataPlane
+from tierd.daemon.scrub import Scrubber
+from tierd.daemon.steering import Steering
 from tierd.errors import TierdError
 from tierd.io import _core
 
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger("tierd.daemon")
 
 WATCH_S = 1.0
+TELL_S = 5.0
+WATCHDOG_LOOKS = 3  # in the time that systemd grants
 BEATS = 8  # of the event loop in the time that the watchdog grants it
 
 
@@ -83,14 +87,18 @@ class Daemon:
     Attributes:
         plane: stores, images and pumps.
         attach: the engine socket's server, and its clients.
+        steering: the controller's eyes and mouth.
         catalog: history.
+        scrubber: checks every page in the background.
         watchdog: sees whether the threads still turn.
         jobs: long work.
         hub: who listens to events.
     """
 
     plane: DataPlane
+    scrubber: Scrubber
     attach: AttachServer
+    steering: Steering
     catalog: Catalog
     jobs: Board
     watchdog: Any = None
@@ -130,25 +138,32 @@ class Daemon:
             await self._start(stack)
             watcher = loop.create_task(self._watch())
             stack.push_async_callback(_cancel, watcher)
+            tasks = {watcher}
+            if self.settings.controller.mode != "off":
+                steering = loop.create_task(self.steering.run())
+                stack.push_async_callback(_cancel, steering)
+                tasks.add(steering)
             stack.push_async_callback(_cancel, loop.create_task(self._beat()))
-            claims.notify(f"READY=1\nSTATUS={len(self.plane.images)} images served")
+            systemd.notify(f"READY=1\nSTATUS={self._summary()}")
+            stack.push_async_callback(_cancel, loop.create_task(self._tell_systemd()))
             if on_ready is not None:
                 on_ready()
             stopped = loop.create_task(stop.wait())
-            # The watcher ends only by a programming fault, which stops the process.
-            await asyncio.wait({stopped, watcher}, return_when=asyncio.FIRST_COMPLETED)
-            claims.notify("STOPPING=1")
+            # These tasks end only by a programming fault, which stops the process.
+            await asyncio.wait({stopped, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+            systemd.notify("STOPPING=1")
             log.info("stopping", clients=len(self.attach.clients))
-            if watcher.done():
-                stopped.cancel()
-                watcher.result()
+            for task in tasks:
+                if task.done():
+                    stopped.cancel()
+                    task.result()
         log.info("stopped", left=self.attach.left, reads_in_flight=self.plane.stuck)
 
     def reload(self) -> None:
         """Read the configuration again; on a mistake in it, go on with the present one."""
         if self._read_settings is None:
             return
-        claims.notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        systemd.notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
             found = reload.compare(self.settings, self._read_settings())
         except TierdError as error:
@@ -156,10 +171,11 @@ class Daemon:
         else:
             self.settings = self.attach.settings = found.settings
             logging.setup(found.settings.log.level, found.settings.log.format)
+            self.scrubber.configure(found.settings.io)
             log.info("reloaded", changed=found.changed, after_restart=found.waiting)
             details = {"changed": found.changed, "after_restart": found.waiting}
             self.catalog.record("reloaded", self.identity.boot_id, **details)
-        claims.notify("READY=1")
+        systemd.notify("READY=1")
 
     async def vitals(self) -> str:
         """Return "" while all threads turn, else what stands still."""
@@ -173,6 +189,24 @@ class Daemon:
             self.watchdog.beat()
             await asyncio.sleep(self.settings.daemon.watchdog_ms / 1000 / BEATS)
 
+    async def _tell_systemd(self) -> None:
+        """Say how it goes, and that it lives; what stands still is left to systemd's watchdog."""
+        watchdog_s = systemd.watchdog_s()
+        told = ""
+        while systemd.listens():
+            stuck = await self.vitals()
+            status = f"{stuck} stands still" if stuck else self._summary()
+            if watchdog_s and not stuck:
+                systemd.notify("WATCHDOG=1")
+            if status != told:
+                systemd.notify(f"STATUS={status}")
+                told = status
+            await asyncio.sleep(watchdog_s / WATCHDOG_LOOKS or TELL_S)
+
+    def _summary(self) -> str:
+        images, clients = len(self.plane.images), len(self.attach.clients)
+        return f"{images} images served, {clients} clients"
+
     async def _start(self, stack: contextlib.AsyncExitStack) -> None:
         """Acquire everything in order; the stack lets go of it in the reverse order."""
         settings, paths = self.settings, self.settings.paths
@@ -185,6 +219,9 @@ class Daemon:
         stack.callback(self.catalog.close)
         self.plane = await asyncio.to_thread(DataPlane.open, settings)
         stack.push_async_callback(asyncio.to_thread, self.plane.close)
+        self.scrubber = Scrubber(self.plane, settings.io, paths.state_dir)
+        stack.callback(self._take_from_scrub)  # the last findings, once it has stopped
+        stack.push_async_callback(asyncio.to_thread, self.scrubber.stop)
         stack.callback(self._start_watchdog().stop)
         self.jobs = Board(self.catalog)
         stack.push_async_callback(asyncio.to_thread, self.jobs.close)
@@ -200,6 +237,7 @@ class Daemon:
             settings, self.plane, self.catalog, boot_id=self.identity.boot_id
         )
         stack.callback(self._record_stop)
+        self.steering = Steering(settings.controller, self.plane, self.attach, self.catalog)
         self.attach.start(engine)
         stack.push_async_callback(self._stop_attach)
         api = self._make_api(self)
@@ -207,6 +245,7 @@ class Daemon:
         stack.push_async_callback(api.stop)
         stack.callback(self.hub.close)
         self._announce()
+        self.scrubber.start()
 
     def _start_watchdog(self) -> Any:
         daemon = self.settings.daemon
@@ -278,12 +317,23 @@ class Daemon:
         while True:
             await asyncio.sleep(WATCH_S)
             await self._look_for_failures()
+            self._take_from_scrub()
             if self.catalog.degraded != degraded:
                 degraded = self.catalog.degraded
                 if degraded:
                     log.warning("history is not being kept", reason=degraded)
                 else:
                     log.info("history is being kept again", lost=self.catalog.lost)
+
+    def _take_from_scrub(self) -> None:
+        """Record what the scrub has found and finished since the last look."""
+        findings, finished = self.scrubber.take()
+        for finding in findings:
+            details = {"page": finding.page, "fault": finding.fault, "device": finding.device}
+            log.error("damage found", image=finding.image, **details)
+            self.catalog.record("damaged", finding.image, **details)
+        for name in finished:
+            self.catalog.record("scrubbed", name, bad_pages=self.scrubber.bad_pages(name))
 
     async def _look_for_failures(self) -> None:
         """Record requests that the pumps answered with a failure since the last look."""
@@ -331,7 +381,7 @@ def serve(
     daemon = Daemon(settings, make_api, read_settings)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(daemon.run())
-    if daemon.plane.stuck:
+    if daemon.plane.stuck or daemon.jobs.stuck:
         sys.stderr.flush()
         os._exit(0)
 

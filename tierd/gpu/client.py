@@ -12,17 +12,21 @@ in its graphs. Once attached, the engine outlives its daemons: see gpu/keeper.py
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from tierd.errors import AttachError
+from tierd.gpu import caches, tracing
+from tierd.gpu.hints import HintRing, hint_rows
 from tierd.gpu.keeper import Keeper
 from tierd.gpu.link import Link
 from tierd.gpu.tables import TableOptions, by_names, move_quotas
 from tierd.gpu.twin_tables import TableClient, make_twins
-from tierd.io import _core, samples, wire
+from tierd.io import _core, samples, seen, wire
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,6 +36,8 @@ if TYPE_CHECKING:
     from tierd.gpu.audit import Audit, ImageRows, RowJudge
     from tierd.gpu.tables import Table
     from tierd.types import ImageInfo
+
+log = logging.getLogger("tierd")
 
 DEFAULT_SOCKET = "/run/tierd/engine.sock"
 IMAGES_MAX = 64  # one ring each; a table number has 6 bits
@@ -51,6 +57,9 @@ class Client:
         self._channel = channel
         self._images = tuple(images)
         self._tables = tables
+        self._pid = os.getpid()
+        self._recorder: tracing.Recorder | None = None
+        self._hints: dict[str, HintRing] = {}
         # Also when the engine ends without a close: the daemon then knows that it was no accident.
         self._finalizer = weakref.finalize(self, keeper.close)
 
@@ -132,16 +141,15 @@ class Client:
         options: TableOptions,
         device: torch.device | None,
     ) -> Self:
-        flags = int(_core.protocol.RING_FLAG_GUARDED)
-        if device is not None:
-            flags |= int(_core.protocol.RING_FLAG_GPU)
-        rings = [(rows_max, arena_pages, number, flags) for number in range(len(images))]
-        try:
-            channel = _core.Channel(
-                rank=rank, world=world, client_id=uuid.uuid4().bytes, rings=rings
-            )
-        except (ValueError, OSError) as error:
-            raise AttachError(f"no channel of {len(rings)} rings can be made: {error}") from None
+        channel = _make_channel(
+            len(images),
+            rank=rank,
+            world=world,
+            rows_max=rows_max,
+            arena_pages=arena_pages,
+            options=options,
+            on_gpu=device is not None,
+        )
         if options.sample_rate is not None:
             _set_sample_rate(channel, options.sample_rate)
         request = {
@@ -151,6 +159,10 @@ class Client:
             "rank": rank,
             "world": world,
             "expected_ranks": expected_ranks,
+            "caches": [
+                {"sets": part.sets, "row_bytes": part.row_bytes, "ways": part.quotas}
+                for part in caches.plan([image.table for image in images], cache_rows)
+            ],
             "images": [
                 {"image_id": f"{image.image_id:016x}", "generation": image.generation}
                 for image in images
@@ -164,7 +176,32 @@ class Client:
         for table in tables.values():
             if isinstance(table, TableClient):  # a GPU rings no pump
                 keeper.on_rewake(table.rewaker())
-        return cls(keeper, channel, images, tables)
+        client = cls(keeper, channel, images, tables)
+        client.record(tracing.recorder(images, engine))
+        _skip_unseen(client, link.lossy)
+        if options.hint_pages:
+            client._open_hints(link.wake_fd, options.hint_pages)
+        return client
+
+    def _open_hints(self, wake_fd: int, pages: int) -> None:
+        for number, image in enumerate(self._images):
+            hints = HintRing(
+                self._channel,
+                len(self._images) + number,
+                wake_fd,
+                rows=image.table.rows,
+                per_page=image.rows_per_page,
+                pages=pages,
+            )
+            self._hints[image.name] = hints
+            self.keeper.on_rewake(hints.rewake)
+
+    def record(self, recorder: tracing.Recorder | None) -> None:
+        """Let a recorder note every kick of the CPU twins from now on, until the client closes."""
+        self._recorder = recorder
+        for table in self._tables.values():
+            if isinstance(table, TableClient):
+                table.recorder = recorder
 
     def table(self, name: str) -> Table:
         """Return a table by its name, such as ``layers.1.engram``, or by ``model/table``.
@@ -176,6 +213,19 @@ class Client:
             known = ", ".join(image.table.name for image in self._images)
             raise AttachError(f"table {name} is not attached; there are: {known}")
         return self._tables[name]
+
+    def hint(self, name: str, ids: Any) -> int:
+        """Tell the daemon which rows a prefill will read, a chunk ahead; from one thread.
+
+        Args:
+            name: the table, as for :meth:`table`.
+            ids: integer row numbers in host memory, any shape.
+
+        Returns:
+            Pages asked for; 0 where the client was attached without ``hint_pages``.
+        """
+        ring = self._hints.get(self.table(name).info.name)
+        return 0 if ring is None else ring.give(ids)
 
     def set_quotas(self, quotas: dict[str, int]) -> None:
         """Change several tables' ways per set together: what some give up, others may take.
@@ -220,6 +270,9 @@ class Client:
         """
         for table in self._tables.values():
             table.close()
+        if self._recorder is not None and os.getpid() == self._pid:
+            self._recorder.close()
+        self._hints.clear()
         self._finalizer()
         self._channel = None  # its memory goes now, not when this object does
 
@@ -228,6 +281,41 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _make_channel(
+    images: int,
+    *,
+    rank: int,
+    world: int,
+    rows_max: int,
+    arena_pages: int,
+    options: TableOptions,
+    on_gpu: bool,
+) -> Any:
+    """Make a channel with a ring an image and, with hints, as many rings for those."""
+    flags = int(_core.protocol.RING_FLAG_GUARDED)
+    if on_gpu:
+        flags |= int(_core.protocol.RING_FLAG_GPU)
+    rings = [(rows_max, arena_pages, number, flags) for number in range(images)]
+    if options.hint_pages:
+        listed, flag = hint_rows(options.hint_pages), int(_core.protocol.RING_FLAG_HINT)
+        rings += [(listed, options.hint_pages, number, flag) for number in range(images)]
+    try:
+        return _core.Channel(rank=rank, world=world, client_id=uuid.uuid4().bytes, rings=rings)
+    except (ValueError, OSError) as error:
+        raise AttachError(f"no channel of {len(rings)} rings can be made: {error}") from None
+
+
+def _skip_unseen(client: Client, lossy: dict[str, str]) -> None:
+    """Let the twins leave out what the daemon's operator wants left out; GPU tables stay exact."""
+    for image in client.attached:
+        path = lossy.get(f"{image.image_id:016x}")
+        table = client.table(image.name)
+        if path is None or not isinstance(table, TableClient):
+            continue
+        table.skip_unseen(seen.load(Path(path)).bits)
+        log.warning("LOSSY: rows of %s that no trace saw are zero (%s)", image.name, path)
 
 
 def list_images(

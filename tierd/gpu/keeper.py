@@ -285,16 +285,21 @@ class Keeper:
 
 def _table(image: dict[str, Any], devices: dict[str, int]) -> dict[str, Any]:
     """Return what Pump.add_table wants to know of an image of the map."""
-    extents = [
-        (first_page, pages, devices[device["uuid"]], device_page)
-        for device in image["devices"]
-        for first_page, pages, device_page in device["extents"]
-    ]
+
+    def rows(places: list[dict[str, Any]]) -> Any:
+        extents = [
+            (first_page, pages, devices[device["uuid"]], device_page)
+            for device in places
+            for first_page, pages, device_page in device["extents"]
+        ]
+        return np.array(sorted(extents), dtype=np.uint64).reshape(-1, 4)
+
     return {
         "image_id": int(image["image_id"], 16),
         "generation": int(image["generation"]),
         "row_bytes": int(image["row_bytes"]),
         "rows": int(image["rows"]),
         "window_ns": 0,
-        "extents": np.array(sorted(extents), dtype=np.uint64).reshape(-1, 4),
+        "extents": rows(image["devices"]),
+        "copies": [rows(copy) for copy in image.get("copies", ())],
     }

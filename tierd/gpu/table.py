@@ -130,6 +130,16 @@ class TableImage:
         return out.view(torch.int16 if self.row_format == RowFormat.BF16 else torch.bfloat16)
 
 
+@dataclasses.dataclass
+class _Parts:
+    """Sub-batches of one large kick: which are kicked (`events`) and how many gathered."""
+
+    ids: torch.Tensor
+    pieces: list[tuple[torch.Tensor, IdLayout]]
+    events: list[torch.cuda.Event | None] = dataclasses.field(default_factory=list)
+    gathered: int = 0
+
+
 class GpuTable:
     """One ring of a channel and one table of a cache, driven from the GPU.
 
@@ -179,11 +189,16 @@ class GpuTable:
         self._hi = image.rows if image.row_hi is None else image.row_hi
         self._slots = cache.slots.view(torch.int32)
         self._elements = cache.slots.view(image.element)
-        self.lanes = [Lane(cache.device, self.rows_max) for _ in range(3)]
+        self._cuda = cache.device.type == "cuda"
+        # Sub-batches that may be out at once. With an arena for one alone a second would wait for
+        # the first one's gather: fine on a GPU, but the interpreter runs one thing at a time.
+        fit = min(self.ring.arena_pages // self.rows_max, int(_core.protocol.RING_DEPTH) - 1)
+        self._ahead = max(2 if self._cuda else 1, fit)
+        self.lanes = [Lane(cache.device, self.rows_max) for _ in range(1 + max(2, self._ahead))]
+        self._parts: _Parts | None = None
         self._kicked: torch.Tensor | None = None
         self._event: torch.cuda.Event | None = None
         self._fault = self.ring.fault
-        self._cuda = cache.device.type == "cuda"
         if self._cuda:
             WATCH.add(self._fault)
 
@@ -198,8 +213,8 @@ class GpuTable:
 
         Args:
             ids: int32 or int64 row numbers on the cache's device, any strides that collapse to
-                two dimensions. More than ``rows_max`` (outside a capture) start nothing: the
-                gather then works in sub-batches.
+                two dimensions. More than ``rows_max`` (outside a capture) go in sub-batches, of
+                which as many start now as the ring's arena has room for.
             join: make the current stream wait for the kick at once, for engines that cut their
                 graphs between kick and gather.
 
@@ -207,8 +222,16 @@ class GpuTable:
             HookError: wrong dtype, device or strides, or a captured shape above ``rows_max``.
         """
         layout = self._accept(ids)
-        if layout.count == 0 or layout.count > self.rows_max:
+        if layout.count == 0:
             return
+        if layout.count > self.rows_max:
+            self._begin_parts(ids, layout)
+            assert self._parts is not None
+            for event in self._parts.events:
+                if event is not None:
+                    torch.cuda.current_stream(self._cache.device).wait_event(event)
+            return
+        self._abandon_parts()
         self._launch_kick(ids, layout, self.lanes[0], drain=True, demand=False)
         self._kicked = ids
         if self._cuda and (join or not _capturing()):
@@ -236,6 +259,7 @@ class GpuTable:
         if layout.count > self.rows_max:
             self._gather_parts(ids, layout, view)
             return
+        self._abandon_parts()
         if not _same(self._kicked, ids):
             self._launch_kick(ids, layout, self.lanes[0], drain=True, demand=True)
         self._kicked = None
@@ -250,7 +274,7 @@ class GpuTable:
             HookError: as for :meth:`kick`, or while a kick waits for its gather.
         """
         layout = self._accept(ids)
-        if self._kicked is not None:
+        if self._kicked is not None or self._parts is not None:
             raise HookError(f"{self.image.name}: warm comes between a kick and its gather")
         for part in layout.parts(ids, self.rows_max):
             self._launch_kick(*part, self.lanes[1], drain=True, demand=False, prefill=True)
@@ -365,31 +389,62 @@ class GpuTable:
             num_warps=1,
         )  # fmt: skip
 
-    def _gather_parts(self, ids: torch.Tensor, layout: IdLayout, out: torch.Tensor) -> None:
-        """Work in sub-batches: the next one's reads are out while this one gathers."""
+    # --- more rows than a request takes -----------------------------------------------------------
+
+    def _begin_parts(self, ids: torch.Tensor, layout: IdLayout) -> None:
+        """Cut into sub-batches and kick as many as the arena has room for."""
+        self._abandon_parts()
         self._kicked = None
         self._join()
         # Whatever lane 0 still holds is filled and given back first.
         self._launch_wait_fill(self.lanes[0], FILL_PROGRAMS)
         self._launch_finish(self.lanes[0])
-        parts = layout.parts(ids, self.rows_max)
+        self._parts = _Parts(ids, layout.parts(ids, self.rows_max))
+        self._kick_parts(self._parts, self._ahead)
+
+    def _kick_parts(self, parts: _Parts, end: int) -> None:
+        while len(parts.events) < min(end, len(parts.pieces)):
+            at = len(parts.events)
+            lane = self._part_lane(at)
+            self._launch_kick(*parts.pieces[at], lane, drain=False, demand=False, prefill=True)
+            parts.events.append(self._event)
+            self._event = None
+
+    def _part_lane(self, index: int) -> Lane:
+        return self.lanes[1 + index % (len(self.lanes) - 1)]
+
+    def _fill_part(self, parts: _Parts, index: int) -> Lane:
+        self._event = parts.events[index]
+        self._join()
+        lane = self._part_lane(index)
+        self._launch_wait_fill(lane, parts.pieces[index][1].count)
+        return lane
+
+    def _gather_parts(self, ids: torch.Tensor, layout: IdLayout, out: torch.Tensor) -> None:
+        """Work in sub-batches: the next ones' reads are out while this one gathers."""
+        if self._parts is None or not _same(self._parts.ids, ids):
+            self._begin_parts(ids, layout)
+        parts = self._parts
+        assert parts is not None
         flat = out.view(-1, self.image.dim)
-        ahead = 1 if self._cuda else 0  # the interpreter runs one thing at a time
-        events: list[torch.cuda.Event | None] = []
-        kicked = start = 0
-        for index, part in enumerate(parts):
-            while kicked < len(parts) and kicked <= index + ahead:
-                lane = self.lanes[1 + kicked % 2]
-                self._launch_kick(*parts[kicked], lane, drain=False, demand=False, prefill=True)
-                events.append(self._event)
-                kicked += 1
-            self._event = events[index]
-            self._join()
-            lane = self.lanes[1 + index % 2]
-            self._launch_wait_fill(lane, part[1].count)
-            self._launch_gather(*part, lane, flat[start : start + part[1].count])
+        start = 0
+        while parts.gathered < len(parts.pieces):
+            self._kick_parts(parts, parts.gathered + self._ahead)
+            piece = parts.pieces[parts.gathered]
+            lane = self._fill_part(parts, parts.gathered)
+            self._launch_gather(*piece, lane, flat[start : start + piece[1].count])
             self._launch_finish(lane)
-            start += part[1].count
+            start += piece[1].count
+            parts.gathered += 1
+        self._parts = None
+
+    def _abandon_parts(self) -> None:
+        """Fill and give back sub-batches that were kicked and will not be gathered."""
+        parts, self._parts = self._parts, None
+        if parts is None:
+            return
+        for index in range(parts.gathered, len(parts.events)):
+            self._launch_finish(self._fill_part(parts, index))
 
     # --- streams --------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from tierd.types import ImageInfo
 
-WAYS = 32
+RINGS = 64
 
 
 class Table(Protocol):
@@ -65,6 +65,8 @@ class TableOptions:
             Absent: all rows. Only with a device.
         canonical_zero: turn -0 into +0, as such an addition does.
         sample_rate: share of all rows that is sampled for miss curves; None keeps one in 64.
+        hint_pages: memory of the daemon for each table's hints, in pages; 0: no hints. Twice what
+            a prefill chunk reads lets the next one be read ahead.
         audit_every: every so many gathers, compare rows with the image, read past cache and
             daemon; 0 never does. A row that differs ends the process.
     """
@@ -73,6 +75,7 @@ class TableOptions:
     row_ranges: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     canonical_zero: bool = False
     sample_rate: float | None = None
+    hint_pages: int = 0
     audit_every: int = 0
 
     def check(self, images: tuple[ImageInfo, ...]) -> None:
@@ -93,6 +96,10 @@ class TableOptions:
                 raise AttachError(f"{name}: rows {low} to {high} are no range of its {rows} rows")
         if self.sample_rate is not None and not 0 <= self.sample_rate <= 1:
             raise AttachError(f"a sample rate is 0 to 1, not {self.sample_rate}")
+        if self.hint_pages < 0:
+            raise AttachError(f"hint_pages is 0 or more pages, not {self.hint_pages}")
+        if self.hint_pages and len(images) * 2 > RINGS:
+            raise AttachError(f"{len(images)} images and their hints; a channel has {RINGS} rings")
         if self.audit_every < 0:
             raise AttachError(f"audit_every is 0 or more gathers, not {self.audit_every}")
 

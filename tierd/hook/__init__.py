@@ -6,15 +6,13 @@ model is loaded::
     import tierd.hook
     tierd.hook.activate("transformers")
 
-Importing this package changes nothing and needs nothing but the standard library.
+Importing this package changes nothing and imports nothing: an engine that looks for plugins pays
+for it even when none is switched on.
 """
 
 from __future__ import annotations
 
-from tierd.errors import HookError
-from tierd.hook import autostart, settings
-
-ENGINES = ("transformers",)
+ENGINES = ("sglang", "transformers")
 
 
 def activate(
@@ -29,7 +27,7 @@ def activate(
     May be called again; what is given then replaces what was given before.
 
     Args:
-        engine: ``"transformers"``.
+        engine: ``"sglang"`` or ``"transformers"``.
         socket: the daemon's engine socket; None takes ``TIERD_SOCKET`` or the default.
         model: the name under which the tables were staged; None takes ``TIERD_MODEL`` or accepts
             any image of the checkpoint's tables.
@@ -37,9 +35,18 @@ def activate(
 
     Raises:
         HookError: an engine, or a version of it, that tierd does not serve.
+        SystemExit: an SGLang that it does not serve; SGLang would swallow an error.
     """
+    from tierd.errors import HookError  # noqa: PLC0415 - see above
+    from tierd.hook import autostart, settings  # noqa: PLC0415 - see above
+
     if engine not in ENGINES:
         known = ", ".join(ENGINES)
         raise HookError(f"engine {engine!r} is not one that tierd serves; there is: {known}")
     settings.override(socket=socket, model=model, cache_rows=cache_rows)
-    autostart.install()
+    if engine == "sglang":
+        from tierd.hook.sglang import plugin  # noqa: PLC0415 - see above
+
+        plugin.activate()
+    else:
+        autostart.install()

@@ -25,6 +25,7 @@ MODEL_MODULES = {
     "transformers.models.gemma3n.modeling_gemma3n": "tierd.hook.gemma",
     "transformers.models.gemma4.modeling_gemma4": "tierd.hook.gemma",
 }
+SGLANG_MODULE = "sglang.srt.plugins"
 RUN_PID = "TIERD_RUN_PID"
 
 _tables_replaced = 0
@@ -52,6 +53,8 @@ def install() -> None:
     when_imported(BASE_MODULE, _patch_base)
     for name in MODEL_MODULES:
         when_imported(name, _patch_model)
+    # SGLang finds its plugin by itself, unless it was told to leave it out; here that is seen.
+    when_imported(SGLANG_MODULE, _activate_sglang)
 
 
 def note_replaced() -> None:
@@ -66,6 +69,10 @@ def _patch_base(module: ModuleType) -> None:
 
 def _patch_model(module: ModuleType) -> None:
     _adapter(MODEL_MODULES[module.__name__]).patch(module)
+
+
+def _activate_sglang(_: ModuleType) -> None:
+    _adapter("tierd.hook.sglang.plugin").activate()
 
 
 def _adapter(name: str) -> Any:
@@ -88,7 +95,8 @@ def _say_if_unused() -> None:
 
     Helpers that the command starts (a tokenizer worker, pip) would only be noise.
     """
-    if _tables_replaced > 0:
+    # SGLang starts many processes, most without a model; one whose model has no table ends.
+    if _tables_replaced > 0 or SGLANG_MODULE in sys.modules:
         return
     engine_loaded = BASE_MODULE in sys.modules
     if not engine_loaded and os.environ.get(RUN_PID) != str(os.getpid()):

@@ -110,6 +110,9 @@ class Device:
                 f"{path} is neither a block device nor a file, so tables cannot be kept on it; "
                 "run: lsblk"
             )
+        if write and linux.is_readonly_block(path):
+            # The kernel lets a write-protected disk be opened for writing, and then refuses writes.
+            raise _open_error(path, OSError(errno.EROFS, ""))
         fd = open_exclusive(path, mode, retry_s) if write else _open_plain(path, os.O_RDONLY)
         try:
             return cls(path, fd, write=write)
@@ -385,8 +388,6 @@ def _try_exclusive(path: str, flags: int) -> int | None:
 def _open_error(path: str, error: OSError) -> DeviceError:
     gone = f"there is no such device or file; run: tierd format {path} --size 64GiB"
     number = error.errno or 0
-    if number in {errno.EACCES, errno.EPERM} and linux.is_readonly_block(path):
-        number = errno.EROFS  # the kernel says "permission denied" of a write-protected disk
     kind, why = {
         errno.ENOENT: (DeviceMissingError, gone),
         errno.ENXIO: (DeviceMissingError, "the device has gone away; run: lsblk"),

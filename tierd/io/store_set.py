@@ -304,8 +304,8 @@ class StoreSet:
 
     # --- giving up -------------------------------------------------------------------------------
 
-    def delete(self, name: str, *, wipe: bool = False) -> StripedImage:
-        """Delete an image everywhere; return what it was.
+    def delete(self, image: StripedImage | str, *, wipe: bool = False) -> StripedImage:
+        """Delete an image, or the one of a name, from its devices; return what it was.
 
         A device that is missing keeps its part until it is opened together with the home again.
 
@@ -315,7 +315,9 @@ class StoreSet:
             DeviceBusyError: a reader holds a lease on it.
             DeviceError: a commit or the wipe failed.
         """
-        image = self.image(name)
+        if isinstance(image, str):
+            image = self.image(image)
+        name = image.name
         if wipe and any(share.store is None for share in image.shares):
             raise ImageIncompleteError(
                 f"image {name} cannot be wiped: {image.fault}; attach that device and name it, "

@@ -68,7 +68,9 @@ def append(
         for n in tl.static_range(NEW_BLOCKS):
             block = start // BLOCK + n
             inside = block * BLOCK + token < start + QUERIES
-            host = tl.load(host_table + row * host_stride + block, mask=block < host_stride, other=-1)
+            host = tl.load(
+                host_table + row * host_stride + block, mask=block < host_stride, other=-1
+            )
             if (block * BLOCK < start + QUERIES) & (host >= 0):
                 slot = slot_for(block, is_sparse, K)
                 page = tl.load(page_table + row * pages_stride + slot).to(tl.int64)
@@ -142,50 +144,51 @@ def transfer(
     """Carry the plan out: fetch entries into the pages they replace, and turn the map over.
 
     A block that still stands in its ring slot is copied from there. An entry whose host page
-    carries another owner's header is not taken: the slot is left empty and the mismatch counted.
-    Grid: any number of programs; each takes every so many-th (row, head) of `items`, so that few
+    carries another owner's header is not stored: the slot is left empty and the mismatch counted.
+    Entry and header are read together, since each trip over the link takes a microsecond or two;
+    only what is stored depends on the header.
+
+    Grid: any number of programs; each takes every so many-th entry of the plan, so that few
     multiprocessors suffice to fill the link.
     """
-    item = tl.program_id(0)
+    at = tl.program_id(0)
     word = tl.arange(0, WORDS)
-    while item < items:
-        row = item // HEADS
-        head = item % HEADS
-        count = tl.load(plan_count + item)
-        where = map_ + item * SLOTS
-        inverse = slot_of + item * host_stride
-        n = 0
-        while n < count:
+    while at < items * CAP:
+        # Neighbouring programs take different requests: their plans are equally long.
+        item = at % items
+        n = at // items
+        if n < tl.load(plan_count + item):
+            row = item // HEADS
+            head = item % HEADS
+            inverse = slot_of + item * host_stride
             block = tl.load(plan_block + item * CAP + n)
             slot = tl.load(plan_slot + item * CAP + n)
             source = tl.load(host_table + row * host_stride + block).to(tl.int64)
             page = tl.load(page_table + row * pages_stride + slot).to(tl.int64)
             held = tl.load(inverse + block)
-            old = tl.load(where + slot)
+            old = tl.load(map_ + item * SLOTS + slot)
             to = pages + (page * HEADS + head) * WORDS + word
             good = held >= K
             if good:
                 near = tl.load(page_table + row * pages_stride + held).to(tl.int64)
                 tl.store(to, tl.load(pages + (near * HEADS + head) * WORDS + word))
             else:
-                if source >= 0:
-                    own = owner + (row * host_stride + block) * 2
-                    good = is_owned(headers, own, source, block, layer)
+                known = tl.maximum(source, 0)
+                entry = tl.load(host + (known * HEADS + head) * WORDS + word)
+                own = owner + (row * host_stride + block) * 2
+                good = is_owned(headers, own, known, block, layer) & (source >= 0)
                 if good:
-                    tl.store(to, tl.load(host + (source * HEADS + head) * WORDS + word))
-            tl.debug_barrier()
+                    tl.store(to, entry)
             if old >= 0:
                 tl.store(inverse + old, -1)
                 tl.atomic_add(counters + C_EVICTED, tl.full((), 1, tl.int64))
             if good:
                 if held >= K:
-                    tl.store(where + held, -1)
-                tl.store(where + slot, block)
+                    tl.store(map_ + item * SLOTS + held, -1)
+                tl.store(map_ + item * SLOTS + slot, block)
                 tl.store(inverse + block, slot)
                 tl.atomic_add(counters + C_ADMITTED, tl.full((), 1, tl.int64))
             else:
-                tl.store(where + slot, -1)
+                tl.store(map_ + item * SLOTS + slot, -1)
                 tl.atomic_add(counters + C_WRONG_OWNER, tl.full((), 1, tl.int64))
-            tl.debug_barrier()
-            n += 1
-        item += tl.num_programs(0)
+        at += tl.num_programs(0)

@@ -47,16 +47,14 @@ class Tables:
     admit: torch.Tensor
 
     @classmethod
-    def make(
-        cls, rows: int, blocks_max: int, budget: Budget, device: torch.device | str
-    ) -> Tables:
+    def make(cls, rows: int, blocks_max: int, budget: Budget, device: torch.device | str) -> Tables:
         """Allocate empty tables."""
 
         def full(*size: int, value: int = 0) -> torch.Tensor:
             return torch.full(size, value, dtype=torch.int32, device=device)
 
         return cls(
-            pages=full(rows, blocks_max + LOCAL, value=EMPTY),
+            pages=full(rows, max(blocks_max + LOCAL, budget.slots), value=EMPTY),
             host=full(rows, blocks_max, value=EMPTY),
             owner=full(rows, blocks_max, 2),
             length=full(rows),
@@ -149,7 +147,6 @@ class LayerState:
             headers=headers,
             counters=torch.zeros(COUNTERS, dtype=torch.int64, device=device),
         )  # fmt: skip
-
 
     def only(self, row: int) -> LayerState:
         """One row's state: views of the same memory, for work on one request."""

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from tierd.kv.shape import Budget, KvShape
 
 
-def slot_for(
-    block: torch.Tensor, sparse: torch.Tensor, budget: Budget
-) -> torch.Tensor:
+def slot_for(block: torch.Tensor, sparse: torch.Tensor, budget: Budget) -> torch.Tensor:
     """GPU logical block of a block at the end of the context: its own, or its ring slot."""
     return torch.where(sparse != 0, budget.blocks + block % LOCAL, block)
 
@@ -31,23 +29,45 @@ def append(
     budget: Budget,
 ) -> None:  # fmt: skip
     """Store a step's keys and values, [rows, queries, kv_heads, head_dim], and summarise."""
-    for row in torch.nonzero(tables.slots > 0)[:, 0].tolist():
-        start, queries = int(tables.length[row]), k.shape[1]
-        sparse = bool(tables.sparse[row])
-        for i in range(queries):
-            block = (start + i) // shape.block
-            slot = budget.blocks + block % LOCAL if sparse else block
-            page = int(tables.pages[row, slot])
-            state.pages[page, :, 0, (start + i) % shape.block] = k[row, i]
-            state.pages[page, :, 1, (start + i) % shape.block] = v[row, i]
-            if sparse:
-                _open_ring_slot(state, row, block, slot)
-        for block in range(start // shape.block, (start + queries - 1) // shape.block + 1):
-            slot = budget.blocks + block % LOCAL if sparse else block
-            host = int(tables.host[row, block]) if block < tables.host.shape[1] else EMPTY
-            if host != EMPTY:
-                count = min(shape.block, start + queries - block * shape.block)
-                summarise(state, int(tables.pages[row, slot]), host, count)
+    rows = torch.nonzero(tables.slots > 0)[:, 0]
+    if not len(rows):
+        return
+    queries = k.shape[1]
+    position = tables.length[rows, None] + torch.arange(queries, device=rows.device)
+    block = (position // shape.block).long()
+    sparse = tables.sparse[rows, None].expand_as(block)
+    slot = slot_for(block, sparse, budget).long()
+    page = tables.pages[rows[:, None], slot].long()
+    at = (position % shape.block).long()
+    state.pages[page, :, 0, at] = k[rows].to(state.pages.dtype)
+    state.pages[page, :, 1, at] = v[rows].to(state.pages.dtype)
+    stale = sparse.bool() & (state.map[rows[:, None], 0, slot.clamp(max=budget.slots - 1)] != block)
+    for n, i in torch.nonzero(stale).tolist():
+        _open_ring_slot(state, int(rows[n]), int(block[n, i]), int(slot[n, i]))
+    _summarise_touched(state, tables, rows, block, queries, shape, budget)
+
+
+def _summarise_touched(
+    state: LayerState, tables: Tables, rows: torch.Tensor, block: torch.Tensor, queries: int,
+    shape: KvShape, budget: Budget,
+) -> None:  # fmt: skip
+    """Make the summaries of the blocks that a step wrote to anew, from all keys there are."""
+    last = int((block[:, -1] - block[:, 0]).max())
+    width = tables.host.shape[1]
+    for n in range(last + 1):
+        touched = block[:, 0] + n
+        host = tables.host[rows, touched.clamp(max=width - 1)].long()
+        use = (touched <= block[:, -1]) & (touched < width) & (host >= 0)
+        some, which = rows[use], touched[use]
+        if not len(some):
+            continue
+        slot = slot_for(which, tables.sparse[some], budget).long()
+        keys = state.pages[tables.pages[some, slot].long(), :, 0].float()
+        token = which[:, None] * shape.block + torch.arange(shape.block, device=rows.device)
+        unwritten = (token >= tables.length[some, None] + queries)[:, None, :, None]
+        low = keys.masked_fill(unwritten, torch.inf).amin(2)
+        high = keys.masked_fill(unwritten, -torch.inf).amax(2)
+        state.summaries[host[use]] = torch.stack([low, high], 2).to(state.summaries.dtype)
 
 
 def _open_ring_slot(state: LayerState, row: int, block: int, slot: int) -> None:
@@ -60,13 +80,6 @@ def _open_ring_slot(state: LayerState, row: int, block: int, slot: int) -> None:
             state.slot_of[row, head, old] = EMPTY
         state.map[row, head, slot] = block
         state.slot_of[row, head, block] = slot
-
-
-def summarise(state: LayerState, page: int, host: int, count: int) -> None:
-    """Minima and maxima of the first `count` keys of a page (Quest; section 4.2.1)."""
-    keys = state.pages[page, :, 0, :count]
-    state.summaries[host, :, 0] = keys.amin(1)
-    state.summaries[host, :, 1] = keys.amax(1)
 
 
 def score(
@@ -140,43 +153,45 @@ def select(state: LayerState, tables: Tables, shape: KvShape, budget: Budget) ->
     state.counters[places.C_HIT] += int(hit.sum())
 
 
-def is_owned(state: LayerState, tables: Tables, row: int, block: int) -> bool:
-    """Whether the host page of a request's block carries that request's header."""
-    host = int(tables.host[row, block])
-    if host == EMPTY:
-        return False
-    want = places.header_of(tables.owner[row, block], block, state.number)
-    return torch.equal(state.headers[host].cpu(), want)
+def owned(
+    state: LayerState, tables: Tables, rows: torch.Tensor, blocks: torch.Tensor
+) -> torch.Tensor:
+    """Whether the host pages of requests' blocks carry those requests' headers, bool [n]."""
+    host = tables.host[rows, blocks].long()
+    owner = tables.owner[rows, blocks]
+    number = torch.full_like(blocks, state.number)
+    want = torch.stack([owner[:, 0], blocks, number, owner[:, 1]], -1).int()
+    have = state.headers[host.clamp(min=0)].to(want.device)
+    return (have == want).all(-1) & (host >= 0)
 
 
 def transfer(state: LayerState, tables: Tables, budget: Budget) -> None:
-    """Carry the plan out, entry by entry, and turn the map over."""
-    k = budget.blocks
-    for row, head in torch.nonzero(state.plan_count > 0).tolist():
-        for n in range(int(state.plan_count[row, head])):
-            block = int(state.plan_block[row, head, n])
-            slot = int(state.plan_slot[row, head, n])
-            page = int(tables.pages[row, slot])
-            held = int(state.slot_of[row, head, block])
-            old = int(state.map[row, head, slot])
-            if old != EMPTY:
-                state.slot_of[row, head, old] = EMPTY
-                state.counters[places.C_EVICTED] += 1
-            if held >= k:
-                near = int(tables.pages[row, held])
-                state.pages[page, head] = state.pages[near, head]
-                state.map[row, head, held] = EMPTY
-            elif is_owned(state, tables, row, block):
-                state.pages[page, head] = state.host[int(tables.host[row, block]), head].to(
-                    state.pages.device
-                )
-            else:
-                state.map[row, head, slot] = EMPTY
-                state.counters[places.C_WRONG_OWNER] += 1
-                continue
-            state.map[row, head, slot] = block
-            state.slot_of[row, head, block] = slot
-            state.counters[places.C_ADMITTED] += 1
+    """Carry the plan out and turn the map over."""
+    planned = torch.arange(state.plan_block.shape[-1], device=state.plan_count.device)
+    planned = planned < state.plan_count[..., None]
+    row, head, _ = torch.nonzero(planned, as_tuple=True)
+    if not len(row):
+        return
+    block, slot = state.plan_block[planned].long(), state.plan_slot[planned].long()
+    page = tables.pages[row, slot].long()
+    held = state.slot_of[row, head, block].long()
+    old = state.map[row, head, slot].long()
+    near = held >= budget.blocks
+    good = near | owned(state, tables, row, block)
+    for use, pages, pool in (
+        (near, tables.pages[row, held.clamp(min=0)], state.pages),
+        (good & ~near, tables.host[row, block], state.host),
+    ):
+        entries = pool[pages[use].long(), head[use]]
+        state.pages[page[use], head[use]] = entries.to(state.pages.device)
+    gone = old >= 0
+    state.slot_of[row[gone], head[gone], old[gone]] = EMPTY
+    state.map[row[near], head[near], held[near]] = EMPTY
+    state.map[row, head, slot] = torch.where(good, block, EMPTY).int()
+    state.slot_of[row[good], head[good], block[good]] = slot[good].int()
+    state.counters[places.C_EVICTED] += int(gone.sum())
+    state.counters[places.C_ADMITTED] += int(good.sum())
+    state.counters[places.C_WRONG_OWNER] += int((~good).sum())
 
 
 def write_back(state: LayerState, tables: Tables, shape: KvShape, budget: Budget) -> None:

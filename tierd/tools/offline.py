@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from tierd.errors import DeviceBusyError
-from tierd.io import find_devices, staging, tables, walker
+from tierd.io import copying, find_devices, staging, tables, walker
 from tierd.io.checkpoint import Checkpoint
 from tierd.io.store import Store
 from tierd.io.store_set import StoreSet
@@ -104,7 +104,15 @@ def verify(
 def images(devices: Sequence[str]) -> list[dict[str, Any]]:
     """List the images on devices: what REST says of an image, except who has attached it."""
     with open_set(devices, write=False) as stores:
-        return [image_json(image) for image in stores.images]
+        groups: list[list[StripedImage]] = []
+        for found in stores.images:
+            whole = [group for group in groups if not (group[0].fault or found.fault)]
+            same = next((group for group in whole if copying.is_copy(group[0], found)), None)
+            if same is None:
+                groups.append([found])
+            else:
+                same.append(found)
+        return [image_json(first, copies) for first, *copies in groups]
 
 
 def image(devices: Sequence[str], name: str) -> dict[str, Any]:
@@ -124,6 +132,21 @@ def image(devices: Sequence[str], name: str) -> dict[str, Any]:
         return {**image_json(found), "shares": shares, "placement": placement}
 
 
+def copy_image(
+    devices: Sequence[str], name: str, targets: Sequence[str], *, quiet: bool
+) -> dict[str, Any]:
+    """Copy an image to other devices, where it becomes the table's next tier."""
+    with (
+        explained_busy(),
+        open_set(targets, write=True) as target,
+        open_set(devices, write=False) as source,
+        bar(name, quiet=quiet) as progress,
+    ):
+        result = copying.copy_image(source, name, target, progress=progress)
+        made = image_json(target.image(name))
+    return {**made, "written_bytes": result.written_bytes, "seconds": result.seconds}
+
+
 def delete_image(devices: Sequence[str], name: str, *, wipe: bool) -> dict[str, Any]:
     """Delete an image from its devices; return what it was, and which devices kept their part."""
     with explained_busy(), open_set(devices, write=True) as stores:
@@ -132,8 +155,8 @@ def delete_image(devices: Sequence[str], name: str, *, wipe: bool) -> dict[str, 
         return {**image_json(gone), "wiped": wipe, "parts_kept_on": kept}
 
 
-def image_json(image: StripedImage) -> dict[str, Any]:
-    """One image, JSON-ready."""
+def image_json(image: StripedImage, copies: Sequence[StripedImage] = ()) -> dict[str, Any]:
+    """One image and the devices of its copies, JSON-ready."""
     info = image.info
     return {
         "name": image.name,
@@ -152,6 +175,7 @@ def image_json(image: StripedImage) -> dict[str, Any]:
         "device": image.shares[0].path,
         "device_uuid": image.shares[0].uuid,
         "devices": [share.path for share in image.shares],
+        "copies": [[share.path for share in copy.shares] for copy in copies],
         "extents": sum(len(share.extents) for share in image.shares),
         "fault": image.fault,
     }

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 COLUMNS_MAX = 400
 
@@ -29,12 +32,19 @@ def images(listed: list[dict[str, Any]]) -> None:
     make_console().print(table)
 
 
-def status(state: dict[str, Any], clients: list[dict[str, Any]]) -> None:
-    """Print the daemon's state and its clients."""
+def status(
+    state: dict[str, Any], clients: list[dict[str, Any]], engines: list[dict[str, Any]]
+) -> None:
+    """Print the daemon's state, its clients, and which ranks of an engine are missing."""
     console = make_console()
     head = (
         f"{state['name']} {state['version']}, pid {state['pid']}, up {duration(state['uptime_s'])}"
     )
+    for one in state["lossy"]:
+        console.print(
+            f"LOSSY: {one['image']}: rows that no trace saw ({1 - one['seen_share']:.1%} of the "
+            f"table) are served as zero: {one['seen_set']}"
+        )
     console.print(head)
     for device in state["devices"]:
         direct = "direct" if device["direct"] else f"not direct: {device['direct_reason']}"
@@ -43,23 +53,45 @@ def status(state: dict[str, Any], clients: list[dict[str, Any]]) -> None:
     for number, pump in enumerate(state["pumps"]):
         reason = f" ({pump['transport_reason']})" if pump["transport_reason"] else ""
         console.print(f"  pump {number}: {pump['transport']}{reason}")
+    for line in _concerns(state):
+        console.print(f"  {line}")
+    console.print(f"  {state['images']} images, {len(clients)} clients")
+    for engine in engines:
+        text = f"{engine['attached_ranks']} of {engine['expected_ranks']} ranks attached"
+        if engine["missing_ranks"]:
+            text += f"; missing: {', '.join(map(str, engine['missing_ranks']))}"
+        console.print(f"  {engine['engine']}: {text}")
+    if clients:
+        console.print(_rings(clients))
+
+
+def _concerns(state: dict[str, Any]) -> Iterator[str]:
+    """Yield what an operator should know beyond that it runs, a line each."""
     doctor = state["doctor"]
     if doctor["problems"] or doctor["warnings"]:
         found = f"{doctor['problems']} problems, {doctor['warnings']} warnings"
-        console.print(f"  the machine has {found}; run: tierd doctor")
+        yield f"the machine has {found}; run: tierd doctor"
     if state["history"]["degraded"]:
-        console.print(f"  history is not being kept: {state['history']['degraded']}")
+        yield f"history is not being kept: {state['history']['degraded']}"
+    yield _scrub(state["scrub"])
+    for name, damage in state["scrub"]["damaged"].items():
+        yield f"damaged: {name}: {'; '.join(damage[:4])}; run: tierd verify {name}"
     for absent in state["absent_devices"]:
-        console.print(f"  device {absent['device']} is not there: {absent['reason']}")
+        yield f"device {absent['device']} is not there: {absent['reason']}"
     for image in state["incomplete_images"]:
-        console.print(f"  not served: {image['name']}: {image['reason']}")
+        yield f"not served: {image['name']}: {image['reason']}"
     for name in state["shadowed_images"]:
-        console.print(f"  not served: {name}: another device has it as well")
+        yield f"not served: {name}: another device has it as well"
     for refusal in state["refusals"]:
-        console.print(f"  refused pid {refusal['pid']}: {refusal['reason']}")
-    console.print(f"  {state['images']} images, {len(clients)} clients")
-    if clients:
-        console.print(_rings(clients))
+        yield f"refused pid {refusal['pid']}: {refusal['reason']}"
+
+
+def _scrub(scrub: dict[str, Any]) -> str:
+    """Say in a line how far the scrub has come."""
+    passes = f"{scrub['passes']} passes, {scrub['bad_pages']} bad pages"
+    where = f", at page {scrub['next_page']:,} of {scrub['image']}" if scrub["image"] else ""
+    why = "".join(f", {scrub[key]}" for key in ("fault", "save_error") if scrub[key])
+    return f"scrub: {scrub['state']}{where}, {passes}{why}"
 
 
 def jobs(listed: list[dict[str, Any]]) -> None:

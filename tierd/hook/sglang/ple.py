@@ -34,6 +34,7 @@ def _subclass(module: Any, stock: Any) -> type[nn.Module]:
 
         def __init__(self, embedding: Any, **kwargs: Any) -> None:
             with or_exit():
+                tables.require_published()
                 device = embedding.weight_scale.device
                 allocate = module.allocate_ple_host_table
                 module.allocate_ple_host_table = _on_meta
@@ -41,8 +42,7 @@ def _subclass(module: Any, stock: Any) -> type[nn.Module]:
                     super().__init__(embedding, **kwargs)
                 finally:
                     module.allocate_ple_host_table = allocate
-                # Dummy weights are written to whatever the state holds, and a meta tensor has no
-                # memory to write to.
+                # Dummy weights are written to what the state holds; meta has no memory for them.
                 self._register_state_dict_hook(_drop_table)
                 vocabulary = self.shard_indices
                 self.tierd = tables.ServedTable(
@@ -59,10 +59,7 @@ def _subclass(module: Any, stock: Any) -> type[nn.Module]:
             """Rows of ids that this rank owns, +0 for others, before the table's scale; bf16."""
             shape = (*input_ids.shape, self.embedding_dim)
             output = self.allocate_output(shape, input_ids.device) if out is None else out
-            if tuple(output.shape) != shape or output.dtype != torch.bfloat16:
-                raise ValueError(
-                    f"invalid PLE output: {tuple(output.shape)} of {output.dtype}, not {shape}"
-                )
+            _check_output(output, shape)
             ids = input_ids.long()
             with or_exit():
                 self.tierd.kick(ids)
@@ -91,6 +88,18 @@ def _subclass(module: Any, stock: Any) -> type[nn.Module]:
 
     TierdHostEmbedding.__qualname__ = TierdHostEmbedding.__name__ = stock.__name__
     return TierdHostEmbedding
+
+
+def _check_output(output: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Refuse what the stock gather refuses.
+
+    Raises:
+        ValueError: another shape or dtype.
+    """
+    if tuple(output.shape) != shape or output.dtype != torch.bfloat16:
+        raise ValueError(
+            f"invalid PLE output: {tuple(output.shape)} of {output.dtype}, not {shape}"
+        )
 
 
 def _on_meta(shape: Any, dtype: torch.dtype, **_: Any) -> torch.Tensor:

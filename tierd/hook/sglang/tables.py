@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tierd.errors import HookError
-from tierd.hook import attach, settings
+from tierd.hook import attach, autostart, settings
 from tierd.hook.sglang import guards
 from tierd.types import TableKind
 
@@ -30,22 +30,27 @@ COLUMNS = {TableKind.ENGRAM: 24, TableKind.PLE: 16}
 _ROWS_MAX_LEAST = 2048
 
 
-def published(name: str) -> Any:
-    """Return a setting of the engine as it was resolved; None if this release has no such.
+def require_published() -> None:
+    """Refuse a model that is constructed outside of SGLang's own launch.
 
     Raises:
-        HookError: the engine has published none yet.
+        HookError: the engine has not published its settings.
     """
     from sglang.srt.runtime_context import get_context  # noqa: PLC0415 - the engine's own
 
-    context = get_context()
-    if not context.is_config_namespace_published("model"):
+    if not get_context().is_config_namespace_published("model"):
         raise HookError(
             "a model with a lookup table is constructed before SGLang has published its settings, "
             "so tierd cannot know which checkpoint it is; start it by sglang.launch_server"
         )
+
+
+def published(name: str) -> Any:
+    """Return a setting of the engine as it was resolved; None if this release has no such."""
+    from sglang.srt.runtime_context import get_context  # noqa: PLC0415 - the engine's own
+
     try:
-        return context.config_leaf(name)
+        return get_context().config_leaf(name)
     except ValueError:  # what SGLang raises for a name that this release does not have
         return None
 
@@ -60,6 +65,7 @@ class ServedTable:
         dim: values of a row.
         first, end: the rows that this rank owns.
         device: where ids and rows are.
+        on_gpu: whether the GPU path serves it, rather than its twin on the CPU.
     """
 
     def __init__(
@@ -78,6 +84,7 @@ class ServedTable:
         self.dim = dim
         self.first, self.end = owned
         self.device = device
+        self.on_gpu = device.type == "cuda"
         self.tested = False
         self._table: Any = None
         self._attached: attach.AttachedTables | None = None
@@ -104,7 +111,7 @@ class ServedTable:
         """
         if self._table is None or ids.numel() == 0 or self.first == self.end:
             return
-        if self.device.type == "cuda":
+        if self.on_gpu:
             self._table.kick(ids)
             return
         assert self._attached is not None
@@ -130,7 +137,7 @@ class ServedTable:
             )
         if self.first == self.end:
             out.zero_()
-        elif self.device.type == "cuda":
+        elif self.on_gpu:
             self._table.gather(ids, out)
         else:
             self._gather_on_cpu(ids, out)
@@ -178,18 +185,18 @@ class Rank:
         """
         if self.attached is not None:
             return
-        device = self.tables[0].device
         options: dict[str, Any] = {}
-        if device.type == "cuda":
+        if self.tables[0].on_gpu:
             from tierd.gpu.tables import TableOptions  # noqa: PLC0415 - only where there is a GPU
 
             names = {spec.layer: image.name for spec, image in self._pairs()}
             ranges = {names[t.layer]: (t.first, t.end) for t in self.tables if t.layer in names}
-            options["options"] = TableOptions(device=str(device), row_ranges=ranges)
+            options["options"] = TableOptions(device=str(self.tables[0].device), row_ranges=ranges)
             options["rows_max"] = _rows_max(self.kind)
         self.attached = attach.attach_found(self.found, self.settings, _who(), **options)
         for table in self.tables:
             table.bind(self.attached)
+            autostart.note_replaced()
 
     def spec(self, table: ServedTable) -> TableSpec:
         """Return what the checkpoint, or the image, says of a table.
@@ -362,8 +369,14 @@ def _who() -> attach.EngineRank:
 
 
 def _rows_max(kind: TableKind) -> int:
-    """Return how many rows the largest decode or verify graph reads from one table."""
+    """Return how many rows the largest decode or verify graph reads from one table.
+
+    Under data parallel attention a rank looks up those of all its peers.
+    """
+    from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415 - the engine's own
+
     config = published("cuda_graph_config")
     batch = int(getattr(getattr(config, "decode", None), "max_bs", None) or 0)
     tokens = int(published("speculative_num_draft_tokens") or 1)
-    return settings.count("TIERD_ROWS_MAX", max(_ROWS_MAX_LEAST, batch * tokens * COLUMNS[kind]))
+    rows = batch * tokens * COLUMNS[kind] * max(1, int(get_parallel().attn_dp_size))
+    return settings.count("TIERD_ROWS_MAX", max(_ROWS_MAX_LEAST, rows))

@@ -21,10 +21,10 @@ using Extents = nb::ndarray<const std::uint64_t, nb::shape<-1, 4>, nb::c_contig,
 void make_pump(Pump* self, const std::string& transport, std::uint32_t queue_depth,
                std::uint32_t read_threads, std::uint32_t spin_us, std::uint32_t park_us,
                std::uint32_t crc_sample, bool checks, int cpu, std::uint64_t seed,
-               double play_base_us, double play_page_us, bool guardian, std::uint32_t suspect_ms,
-               bool end_rank) {
+               double play_base_us, double play_page_us, std::uint32_t play_queues, bool guardian,
+               std::uint32_t suspect_ms, bool end_rank) {
     new (self) Pump({transport, queue_depth, read_threads, spin_us, park_us, crc_sample, checks, cpu,
-                     seed, play_base_us, play_page_us, guardian, suspect_ms, end_rank});
+                     seed, play_base_us, play_page_us, play_queues, guardian, suspect_ms, end_rank});
 }
 
 std::vector<ExtentRow> extent_rows(const Extents& extents) {
@@ -132,14 +132,16 @@ void bind_pump(nb::module_& m) {
                      "threads and says why in transport_reason) or a pump that is stopped.\n"
                      "crc_sample checks the CRC of one page in so many: 0 never, 1 always.\n"
                      "play_base_us, play_page_us: for measurements, play a device whose burst of n\n"
-                     "pages takes base + n * page; transport='memory' copies from mapped files.\n"
+                     "pages takes base + n * page, each device its own or play_queues of them;\n"
+                     "transport='memory' copies from mapped files.\n"
                      "guardian=True makes the engine's side of docs/protocol.md, 'Two servers': it\n"
                      "takes a ring whose daemon stands still for suspect_ms while a request waits,\n"
                      "and gives it back; end_rank ends the process when a GPU ring's request fails.")
         .def("__init__", &make_pump, nb::kw_only(), "transport"_a = "auto", "queue_depth"_a = 128,
              "read_threads"_a = 16, "spin_us"_a = 50, "park_us"_a = 50, "crc_sample"_a = 16,
              "checks"_a = true, "cpu"_a = -1, "seed"_a = 0, "play_base_us"_a = 0.0,
-             "play_page_us"_a = 0.0, "guardian"_a = false, "suspect_ms"_a = 20,
+             "play_page_us"_a = 0.0,
+             "play_queues"_a = 0, "guardian"_a = false, "suspect_ms"_a = 20,
              "end_rank"_a = false)
         .def_prop_ro("transport", &Pump::transport, "'io_uring', 'threads', 'memory' or 'simulated'.")
         .def_prop_ro("transport_reason", &Pump::transport_reason,

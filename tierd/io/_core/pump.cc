@@ -27,6 +27,7 @@ constexpr std::uint64_t kIdleNs = 100'000'000;
 // Between two batches the kernel's work on the reads drives our few tables out of the cache, so they
 // are asked for this many pages before they are used; so are the trailers that are judged, which
 // the device has just written.
+constexpr std::uint32_t kIssueMax = 64;  // pages looked at before the first of them are submitted
 constexpr std::size_t kAheadTable = 16;
 constexpr std::size_t kAheadTrailer = 6;
 
@@ -53,7 +54,7 @@ void Pump::run() noexcept {
         const std::uint64_t now = monotonic_ns();
         const bool more = run_commands();
         const bool busy = work(now);
-        if (spin_ns_ == 0 && !more) {
+        if (spin_ns_ == 0 && !more && !issuable()) {
             sleep();  // what was issued goes in with it, in one call
             continue;
         }
@@ -72,7 +73,15 @@ void Pump::run() noexcept {
 bool Pump::work(std::uint64_t now_ns) {
     bool busy = reap(now_ns);
     busy |= look_at_rings(now_ns);
-    busy |= issue(now_ns);
+    // A deep queue is filled a part at a time: the device begins with the first reads, and the first
+    // pages are judged, while later ones still go out.
+    for (std::uint32_t left = options_.queue_depth; issue(now_ns);) {
+        busy = true;
+        left -= std::min(left, kIssueMax);
+        if (simulated_ || left == 0 || !issuable()) break;
+        reader_->submit();
+        reap(now_ns);
+    }
     return busy;
 }
 
@@ -165,7 +174,8 @@ void Pump::reschedule(ServerRing& ring) {
 bool Pump::issue(std::uint64_t now_ns) {
     std::size_t ready = retries_.empty() ? 0 : issue_retries(now_ns);
     bool staged = false;
-    while (!free_.empty() && !heap_.empty()) {
+    const std::size_t most = simulated_ ? options_.queue_depth : kIssueMax;
+    for (std::size_t looked_at = 0; looked_at < most && issuable();) {
         ServerRing& ring = *heap_.top();
         if (!ring.ours()) {
             heap_.remove(&ring);  // the next look at the rings finds it lost
@@ -177,8 +187,9 @@ bool Pump::issue(std::uint64_t now_ns) {
             continue;
         }
         ServerRequest& request = *ring.issuing();
-        const auto room = static_cast<std::uint32_t>(free_.size());
+        const auto room = static_cast<std::uint32_t>(std::min(free_.size(), most - looked_at));
         const std::uint32_t count = std::min(room, request.limit - request.issued);
+        looked_at += count;
         const std::uint32_t reads =
             issue_request(ring, request, count, now_ns, batch_.data() + ready);
         ready += reads;

@@ -52,6 +52,7 @@ struct PumpOptions {
     // Plays a slower device (reader_played.h), unless both are 0.
     double play_base_us = 0;
     double play_page_us = 0;
+    std::uint32_t play_queues = 0;
     bool guardian = false;
     std::uint32_t suspect_ms = 20;  // how long a daemon may stand still while a request waits
     // A guardian's answer to a request of a GPU ring that failed for good: say why and end the
@@ -200,6 +201,8 @@ class Pump : public Driver {
     void look_for_failure(ServerRing& ring);
     std::uint64_t guard_limit_ns() const;
     bool issue(std::uint64_t now_ns);
+    // Whether issue() could make a read now.
+    bool issuable() const { return !free_.empty() && !heap_.empty(); }
     std::size_t issue_retries(std::uint64_t now_ns);
     std::uint32_t issue_request(ServerRing& ring, ServerRequest& request, std::uint32_t count,
                                 std::uint64_t now_ns, Read* out);

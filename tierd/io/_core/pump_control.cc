@@ -136,7 +136,8 @@ void Pump::open_reader(const ReaderFactory& factory) {
     reader_ = factory ? factory(options) : make_reader(options);
     if (options_.play_base_us == 0 && options_.play_page_us == 0) return;
     const PlayedDevice played{static_cast<std::uint64_t>(options_.play_base_us * 1e3),
-                              static_cast<std::uint64_t>(options_.play_page_us * 1e6)};
+                              static_cast<std::uint64_t>(options_.play_page_us * 1e6),
+                              options_.play_queues};
     reader_ = make_played_reader(options, played, std::move(reader_));
 }
 
@@ -415,7 +416,10 @@ void Pump::add_ring(std::uint32_t channel, std::uint32_t ring, std::uint32_t tab
     require(ring_count_ < kPumpRingsMax,
             "a pump serves at most " + std::to_string(kPumpRingsMax) + " rings");
     RingView view(owner.base, owner.header.total_bytes, owner.header.rings[ring]);
-    if ((view.flags & kRingFlagHint) != 0) view.arena_d = owner.make_staging(view.arena_pages);
+    if ((view.flags & kRingFlagHint) != 0) {
+        require(!options_.guardian, "a guardian serves no hints");
+        view.arena_d = owner.make_staging(view.arena_pages);
+    }
     auto made = std::make_unique<ServerRing>(
         view, served->second.get(), options_.guardian ? Owner::guardian : Owner::daemon);
     made->channel = channel;

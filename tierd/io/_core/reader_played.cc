@@ -20,6 +20,7 @@
 namespace tierd {
 namespace {
 
+constexpr std::uint32_t kRealDepth = 96;   // reads that a real device has at a time
 constexpr std::size_t kCopiesPerReap = 8;  // so that what was pushed first is answered first
 
 class MemoryReader final : public Reader {
@@ -37,7 +38,7 @@ class MemoryReader final : public Reader {
         struct stat info {};
         if (fstat(fd, &info) != 0) throw std::system_error(errno, std::generic_category(), "fstat");
         const auto bytes = static_cast<std::size_t>(info.st_size);
-        void* base = mmap(nullptr, bytes, PROT_READ, MAP_SHARED, fd, 0);
+        void* base = mmap(nullptr, bytes, PROT_READ, MAP_SHARED | MAP_POPULATE, fd, 0);
         if (base == MAP_FAILED)
             throw std::system_error(errno, std::generic_category(), "map a device of memory");
         devices_[device] = {static_cast<const std::uint8_t*>(base), bytes};
@@ -97,6 +98,7 @@ class PlayedReader final : public Reader {
           played_(played),
           name_(std::string("played ") + inner_->name()),
           due_ns_(options.queue_depth),
+          device_of_(options.queue_depth),
           finished_(options.queue_depth) {}
 
     const char* name() const override { return name_.c_str(); }
@@ -121,18 +123,26 @@ class PlayedReader final : public Reader {
     void push(const Read* reads, std::size_t count) override {
         const std::uint64_t now_ps = monotonic_ns() * 1000;
         for (std::size_t i = 0; i < count; ++i) {
-            std::uint64_t& free_ps = free_ps_[reads[i].device];
+            const std::uint32_t device = reads[i].device;
+            std::uint64_t& free_ps = free_ps_[played_.queues == 0 ? device : device % played_.queues];
             free_ps = std::max(free_ps, now_ps) + played_.page_ps;
             due_ns_[reads[i].token] = free_ps / 1000 + played_.base_ns;
+            device_of_[reads[i].token] = device;
+            real_[device].waiting.push_back(reads[i]);
+            start(real_[device]);
         }
-        inner_->push(reads, count);
     }
     void submit() override { inner_->submit(); }
 
     std::size_t reap(ReadDone* done, std::size_t room) override {
         const std::size_t n = inner_->reap(finished_.data(), finished_.size());
-        for (std::size_t i = 0; i < n; ++i)
+        for (std::size_t i = 0; i < n; ++i) {
+            Real& real = real_[device_of_[finished_[i].token]];
+            --real.started;
+            start(real);
             held_.push({due_ns_[finished_[i].token], finished_[i]});
+        }
+        if (n != 0) inner_->submit();
         if (held_.empty()) return 0;
         const std::uint64_t now = monotonic_ns();
         std::size_t out = 0;
@@ -151,6 +161,19 @@ class PlayedReader final : public Reader {
     std::uint64_t wakes() const override { return inner_->wakes(); }
 
   private:
+    struct Real {
+        std::deque<Read> waiting;
+        std::uint32_t started = 0;
+    };
+
+    void start(Real& real) {
+        while (real.started < kRealDepth && !real.waiting.empty()) {
+            inner_->push(&real.waiting.front(), 1);
+            real.waiting.pop_front();
+            ++real.started;
+        }
+    }
+
     struct Held {
         std::uint64_t due_ns;
         ReadDone done;
@@ -161,7 +184,9 @@ class PlayedReader final : public Reader {
     const PlayedDevice played_;
     const std::string name_;
     std::array<std::uint64_t, kDevicesMax> free_ps_{};  // when the device has served its queue
-    std::vector<std::uint64_t> due_ns_;                 // by token
+    std::array<Real, kDevicesMax> real_{};
+    std::vector<std::uint64_t> due_ns_;       // by token
+    std::vector<std::uint32_t> device_of_;    // by token
     std::vector<ReadDone> finished_;
     std::priority_queue<Held> held_;
 };

@@ -40,7 +40,7 @@ class _Finder:
             return None
         self._asking = True
         try:
-            from transformers.utils.import_utils import (  # noqa: PLC0415 - only if asked for
+            from transformers.utils.import_utils import (
                 is_torchvision_available,
             )
 

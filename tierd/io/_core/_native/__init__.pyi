@@ -83,13 +83,14 @@ class Pump:
     threads and says why in transport_reason) or a pump that is stopped.
     crc_sample checks the CRC of one page in so many: 0 never, 1 always.
     play_base_us, play_page_us: for measurements, play a device whose burst of n
-    pages takes base + n * page; transport='memory' copies from mapped files.
+    pages takes base + n * page, each device its own or play_queues of them;
+    transport='memory' copies from mapped files.
     guardian=True makes the engine's side of docs/protocol.md, 'Two servers': it
     takes a ring whose daemon stands still for suspect_ms while a request waits,
     and gives it back; end_rank ends the process when a GPU ring's request fails.
     """
 
-    def __init__(self, *, transport: str = 'auto', queue_depth: int = 128, read_threads: int = 16, spin_us: int = 50, park_us: int = 50, crc_sample: int = 16, checks: bool = True, cpu: int = -1, seed: int = 0, play_base_us: float = 0.0, play_page_us: float = 0.0, guardian: bool = False, suspect_ms: int = 20, end_rank: bool = False) -> None: ...
+    def __init__(self, *, transport: str = 'auto', queue_depth: int = 128, read_threads: int = 16, spin_us: int = 50, park_us: int = 50, crc_sample: int = 16, checks: bool = True, cpu: int = -1, seed: int = 0, play_base_us: float = 0.0, play_page_us: float = 0.0, play_queues: int = 0, guardian: bool = False, suspect_ms: int = 20, end_rank: bool = False) -> None: ...
 
     @property
     def transport(self) -> str:
