@@ -158,6 +158,10 @@ class AttachError(DaemonError):
     """The daemon refused a client, or the two do not fit each other."""
 
 
+class DaemonGoneError(AttachError):
+    """The daemon went away in the middle of a conversation; there may be another one soon."""
+
+
 class HookError(TierdError):
     """The engine hook cannot serve this engine or model, and refuses to."""
 

@@ -6,8 +6,10 @@ import gc
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -164,3 +166,26 @@ def test_status_says_who_serves(node: Node) -> None:
         servers = [ring["server"] for one in clients(node) for ring in one["rings"]]
         assert servers == ["daemon", "daemon"]
         assert json.dumps(client.keeper.guardian_stats["takeovers"]) == "0"
+
+
+def test_an_engine_bears_a_daemon_that_dies_while_it_asks(tmp_path: Path) -> None:
+    path = tmp_path / "engine.sock"
+    hello = {"ok": True, "abi": wire.ABI, "boot_id": "b", "pid": 1}
+
+    def serve(listener: socket.socket) -> None:
+        for answers in ([], [hello], [], [hello, {"ok": True, "images": []}]):
+            sock, _ = listener.accept()
+            with sock:
+                for answer in answers:
+                    wire.receive(sock)
+                    wire.send(sock, answer)
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        thread = threading.Thread(target=serve, args=(listener,))
+        thread.start()
+        with pytest.raises(AttachError, match="went away during hello"):
+            list_images(path)
+        assert list_images(path, wait_s=PATIENCE_S) == []
+        thread.join()

@@ -67,10 +67,20 @@ def test_a_lock_has_one_holder_and_names_it(tmp_path: Path) -> None:
     assert f"{path} is held by pid {holder.pid}; run: kill {holder.pid}" in text
     holder.kill()
     claim = claims.Claim.take(path, "x")
-    assert path.read_text() == f"{os.getpid()}\n"
+    assert path.read_text().split()[0] == str(os.getpid())
     claim.release()
     claim.release()
     assert not path.exists()
+
+
+def test_a_lock_never_names_a_process_that_came_later(tmp_path: Path) -> None:
+    path = tmp_path / "daemon.lock"
+    holder = Holder(hold_lock, path)
+    path.write_text(f"{os.getpid()} 1\n")  # the number is in use again, by us
+    with pytest.raises(SocketBusyError) as caught:
+        claims.Claim.take(path, "x")
+    assert "by pid" not in str(caught.value)
+    holder.kill()
 
 
 def test_a_lock_removed_between_open_and_lock_is_taken_anew(

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import uuid
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from tierd.errors import AttachError
+from tierd.errors import AttachError, DaemonGoneError
 from tierd.gpu import caches, tracing
 from tierd.gpu.hints import HintRing, hint_rows
 from tierd.gpu.keeper import Keeper
@@ -29,7 +30,7 @@ from tierd.gpu.twin_tables import TableClient, make_twins
 from tierd.io import _core, samples, seen, wire
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import torch
 
@@ -104,25 +105,29 @@ class Client:
         options.check(images)
         device = _check_device(options)
         path = os.fspath(socket_path)
-        link = Link.connect(path, wait_s)
-        try:
-            return cls._attach_over(
-                path,
-                link,
-                images,
-                engine=engine,
-                cache_rows=cache_rows,
-                rows_max=rows_max,
-                rank=rank,
-                world=world,
-                expected_ranks=world if expected_ranks is None else expected_ranks,
-                arena_pages=2 * rows_max if arena_pages is None else arena_pages,
-                options=options,
-                device=device,
-            )
-        except BaseException:
-            link.close()
-            raise
+        for link in _links(path, wait_s):
+            try:
+                return cls._attach_over(
+                    path,
+                    link,
+                    images,
+                    engine=engine,
+                    cache_rows=cache_rows,
+                    rows_max=rows_max,
+                    rank=rank,
+                    world=world,
+                    expected_ranks=world if expected_ranks is None else expected_ranks,
+                    arena_pages=2 * rows_max if arena_pages is None else arena_pages,
+                    options=options,
+                    device=device,
+                )
+            except DaemonGoneError as error:
+                link.close()
+                gone = error
+            except BaseException:
+                link.close()
+                raise
+        raise gone
 
     @classmethod
     def _attach_over(
@@ -326,11 +331,30 @@ def list_images(
     Raises:
         AttachError: no daemon within ``wait_s`` seconds.
     """
-    link = Link.connect(os.fspath(socket_path), wait_s)
-    try:
-        return link.images(model)
-    finally:
-        link.close()
+    for link in _links(os.fspath(socket_path), wait_s):
+        try:
+            return link.images(model)
+        except DaemonGoneError as error:
+            gone = error
+        finally:
+            link.close()
+    raise gone
+
+
+def _links(path: str, wait_s: float) -> Iterator[Link]:
+    """Yield a link, and others while the daemons die in the middle of what is done with it.
+
+    The first comes within ``wait_s`` seconds, or AttachError does; after that time no other comes.
+    """
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            yield Link.connect(path, max(0.0, deadline - time.monotonic()))
+        except DaemonGoneError:
+            if time.monotonic() >= deadline:
+                raise
+        if time.monotonic() >= deadline:
+            return
 
 
 def _check_device(options: TableOptions) -> torch.device | None:

@@ -14,7 +14,7 @@ import socket
 import time
 from typing import TYPE_CHECKING, Any, Self
 
-from tierd.errors import AttachError
+from tierd.errors import AttachError, DaemonGoneError
 from tierd.io import wire
 from tierd.types import ImageInfo
 
@@ -217,7 +217,7 @@ def _exchange(
         raise AttachError(text + "; run: tierd status") from None
     except OSError as error:
         text = f"{path}: the daemon went away during {message['op']}: {error}"
-        raise AttachError(text + "; run: journalctl -u tierd -n 20") from None
+        raise DaemonGoneError(text + "; run: journalctl -u tierd -n 20") from None
     if answer.get("ok") is not True:
         wire.close_all(received)
         reason = answer.get("message") or answer.get("error") or "no reason given"
