@@ -355,7 +355,8 @@ class Daemon:
         self._failed_seen = seen
 
     def _record_failure(self, client: AttachedClient, ring: int, status: str, count: int) -> None:
-        image = client.attached.images[ring]
+        images = client.attached.images
+        image = images[ring % len(images)]  # hint rings follow the images' own, in their order
         log.error(
             "requests failed",
             image=image.info.name,

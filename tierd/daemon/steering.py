@@ -254,7 +254,9 @@ class Steering:
         self._pumps = seen
         self.reads_ms = {key: read for key, read in self.reads_ms.items() if key in seen}
         for (pump, channel), rings in gained.items():
-            order = sorted(rings, key=lambda ring: (self._window(pump, channel, ring), ring))
+            images = self._images_of(pump, channel)  # rings behind theirs carry hints
+            order = [ring for ring in rings if ring < images]
+            order.sort(key=lambda ring: (self._window(pump, channel, ring), ring))
             pages = [rings[ring][0] for ring in order]
             for at, ring in enumerate(order):
                 fit = self.fits[pump].observed(
@@ -266,6 +268,13 @@ class Steering:
                 if fit.slow != self.fits[pump].slow:
                     self._note_slow(pump, fit)
                 self.fits[pump] = fit
+
+    def _images_of(self, pump: int, channel: int) -> int:
+        for one in self.clients.values():
+            attached = one.watch.client.attached
+            if (attached.pump, attached.channel) == (pump, channel):
+                return len(attached.images)
+        return 0
 
     def _window(self, pump: int, channel: int, ring: int) -> float:
         for one in self.clients.values():
