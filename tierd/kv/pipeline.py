@@ -129,7 +129,7 @@ class Background:
     def stall_ms(self) -> float:
         """Return how long the engine's stream waited for transfers since `measure`."""
         torch.cuda.synchronize()
-        return sum(before.elapsed_time(after) for before, after in self._waits)
+        return float(sum(before.elapsed_time(after) for before, after in self._waits))
 
     def attended(self, layer: int, stream: torch.cuda.Stream) -> None:
         """The layer's attention is on `stream`: behind it, pages may change."""
