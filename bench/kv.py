@@ -20,7 +20,7 @@ from tierd.io.pool import COUNTERS
 from tierd.kv.shape import Budget
 from tierd.kv.transformers import attach, new_cache
 
-BATCH, TOKENS = 40, 14
+BATCH, TOKENS = 104, 10
 SIZES = {
     "vocab_size": 160, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.4,
@@ -54,7 +54,7 @@ def run(prompts: int) -> dict[str, int]:
             want = generate(model, ids)
             compare(found, batches, want, generate(ours, ids, cache=new_cache(batches)))
         alone = attach(ours, budget=Budget(8, 1.0), rows=1, context=128, threshold=48)
-        for _ in range(prompts // 10):
+        for _ in range(prompts // 26):
             length = int(torch.randint(10, 33, (), generator=generator))
             ids = torch.randint(3, 160, (1, length), generator=generator).repeat(1, 3)
             want = generate(model, ids)
