@@ -22,6 +22,7 @@ from tierd.api import (
     jobs,
     metrics,
     openapi,
+    placements,
     status,
 )
 from tierd.api.access import ACCESS, Access, access_middleware
@@ -56,6 +57,7 @@ RESOURCES: tuple[Routes, ...] = (
     status.routes,
     devices.routes,
     images.routes,
+    placements.routes,
     clients.routes,
     controller.routes,
     jobs.routes,
