@@ -9,6 +9,7 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import sqlite_utils  # noqa: F401 - else the first event of a test would wait for the import
 
 from tierd.api.server import RestApi
 from tierd.catalog import Catalog

@@ -361,3 +361,42 @@ async def test_the_metrics_listener_shows_little_and_changes_nothing(
                 assert response.status == status, path
         async with session.post("/metrics", data=b"x" * 100_000) as response:
             assert response.status == 405
+
+
+# --- placements ----------------------------------------------------------------------------------
+
+
+async def test_windows_are_set_together_kept_and_served(rest: Rest) -> None:
+    status, headers, before = await rest.answer("GET", "/v1/placements")
+    assert [one["window_us"] for one in before["placements"]] == [None, None]
+    device = rest.daemon.plane.stores[0].device.path
+    assert before["placements"][0]["tiers"] == [{"tier": "disk", "devices": [device]}]
+    both = [IMAGE, "v41/layers.14.engram"]
+    edit = {"placements": [{"image": name, "window_us": 1200.5} for name in both]}
+    tag = {"If-Match": headers["ETag"]}
+    _, _, plan = await rest.answer("PATCH", "/v1/placements?dry_run=true", json=edit, headers=tag)
+    assert plan["changes"] == [f"{name}: window none -> 1200.5 us" for name in both]
+    status, _, after = await rest.answer("PATCH", "/v1/placements", json=edit, headers=tag)
+    assert (status, [one["window_us"] for one in after["placements"]]) == (200, [1200.5] * 2)
+    assert (await rest.get(f"/v1/tables/{IMAGE}"))["window_source"] == "placement"
+    assert rest.daemon.plane.named(IMAGE).window_ns == 1_200_500
+    with Store.open(device, write=False) as store:
+        assert store.placements == {name: {"window_us": 1200.5} for name in both}
+    # The second administrator decided on what is no more.
+    await rest.problem("PATCH", "/v1/placements", 412, json=edit, headers=tag)
+    undo = {"placements": [{"image": IMAGE, "window_us": None}]}
+    await rest.answer("PATCH", "/v1/placements", json=undo)
+    assert rest.daemon.plane.named(IMAGE).window_us is None
+
+
+async def test_placements_are_changed_all_or_none(rest: Rest) -> None:
+    sequence = rest.daemon.plane.stores[0].sequence
+    good = {"image": IMAGE, "window_us": 5}
+    for bad, status in (
+        ({"image": "v41/none", "window_us": 5}, 404),
+        ({"image": IMAGE, "window_us": -1}, 422),
+        ({"image": IMAGE}, 422),
+    ):
+        await rest.problem("PATCH", "/v1/placements", status, json={"placements": [good, bad]})
+    assert rest.daemon.plane.named(IMAGE).window_us is None
+    assert rest.daemon.plane.stores[0].sequence == sequence

@@ -116,7 +116,7 @@ def _table(image: ServedImage, sums: dict[str, Counter[str]]) -> schemas.Table:
         tier="disk",
         devices=[store.device.path for store in image.striped.stores],
         window_us=image.window_ns / 1000,
-        window_source="assumed",
+        window_source="assumed" if image.window_us is None else "placement",
         clients=image.clients,
         hit_ratio=counts["hits"] / counts["lookups"] if counts["lookups"] else None,
         late_ratio=counts["late_steps"] / counts["steps"] if counts["steps"] else None,

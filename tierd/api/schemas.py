@@ -373,6 +373,27 @@ class Tables(BaseModel):
     tables: list[Table]
 
 
+class Tier(BaseModel):
+    """One place that a table's rows are read from."""
+
+    tier: Literal["disk"]
+    devices: list[str]
+
+
+class Placement(BaseModel):
+    """Where a table is read from, in order, and by when."""
+
+    image: str
+    tiers: list[Tier]  # a page that fails in one is read from the next
+    window_us: float | None  # what the operator said; null: the controller's, or a guess by layer
+
+
+class Placements(BaseModel):
+    """GET /v1/placements."""
+
+    placements: list[Placement]
+
+
 class DryRun(BaseModel):
     """What a change would do; nothing was done."""
 

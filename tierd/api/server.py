@@ -23,6 +23,7 @@ from tierd.api import (
     kv,
     metrics,
     openapi,
+    placements,
     status,
 )
 from tierd.api.access import ACCESS, Access, access_middleware
@@ -57,6 +58,7 @@ RESOURCES: tuple[Routes, ...] = (
     status.routes,
     devices.routes,
     images.routes,
+    placements.routes,
     clients.routes,
     kv.routes,
     controller.routes,

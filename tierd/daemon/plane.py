@@ -33,7 +33,7 @@ from tierd.io.store import Store
 from tierd.io.store_set import StoreSet
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 # order matters to a pump, and deeper layers do read later.
 LAYER_NS = 200_000
 COPIES_MAX = 7  # of an image that a pump reads; kTableCopiesMax in the core
+WINDOW_KEY = "window_us"  # in a placement on the device
 BEAT_WAIT_S = 0.5
 STATS_MS = 1000  # for a pump to answer; its loop turns in far less
 STOP_MS = 1000
@@ -59,6 +60,7 @@ class ServedImage:
         striped: the image and the stores that hold it: its first tier.
         leases: descriptors; while one is open, its extents are not reused, and it is not deleted.
         copies: the same pages on other devices: its next tiers, in order.
+        window_us: what the operator said that its window is; None leaves it to others.
         tables: its handle in each pump.
         clients: how many clients have attached it now.
     """
@@ -66,6 +68,7 @@ class ServedImage:
     striped: StripedImage
     leases: list[int]
     copies: list[StripedImage] = dataclasses.field(default_factory=list)
+    window_us: float | None = None
     tables: list[int] = dataclasses.field(default_factory=list)
     clients: int = 0
 
@@ -97,6 +100,8 @@ class ServedImage:
     @property
     def window_ns(self) -> int:
         """Time from step start until its layer reads, as far as known."""
+        if self.window_us is not None:
+            return round(self.window_us * 1000)
         return (self.info.table.layer + 1) * LAYER_NS
 
 
@@ -205,7 +210,7 @@ class DataPlane:
                     found[info.image_id] = [image]
         self.images = {
             image_id: _unchanged(known.get(first.name), first, copies)
-            or ServedImage(first, [], copies)
+            or ServedImage(first, [], copies, placed_window_us(first))
             for image_id, (first, *copies) in found.items()
         }
         self.incomplete, self.shadowed = incomplete, shadowed
@@ -292,6 +297,30 @@ class DataPlane:
                 self.store_set.delete(tier, wipe=wipe)
         finally:
             self.refresh()  # it is served again if it is still there
+
+    def place(self, windows_us: Mapping[str, float | None]) -> None:
+        """Set windows of images, all or none; clients that attach from now on get them.
+
+        Raises:
+            ImageError: an image is not served here.
+            DeviceError: a device could not be changed; those before it were changed back.
+        """
+        by_home: dict[str, dict[str, float | None]] = {}
+        for name, window in windows_us.items():
+            by_home.setdefault(self.named(name).store.uuid, {})[name] = window
+        done: list[tuple[Store, dict[str, dict[str, Any] | None]]] = []
+        try:
+            for uuid, windows in by_home.items():
+                store = self.store_of(uuid)
+                before = {name: store.placements.get(name) for name in windows}
+                store.set_placements({n: _placed(before[n], w) for n, w in windows.items()})
+                done.append((store, before))
+        except BaseException:
+            for store, before in done:
+                store.set_placements(before)
+            raise
+        finally:
+            self.refresh()
 
     def find(self, image_id: int, generation: int) -> ServedImage:
         """Return the image that a client asks for.
@@ -443,12 +472,25 @@ def image_map(images: Sequence[ServedImage]) -> dict[str, Any]:
     }
 
 
+def _placed(placement: dict[str, Any] | None, window: float | None) -> dict[str, Any] | None:
+    """Return a placement with another window; None if nothing is left in it."""
+    rest = {key: value for key, value in (placement or {}).items() if key != WINDOW_KEY}
+    return (rest if window is None else {**rest, WINDOW_KEY: window}) or None
+
+
 def _unchanged(
     served: ServedImage | None, first: StripedImage, copies: list[StripedImage]
 ) -> ServedImage | None:
     """Return what is served already if it is this."""
-    same = served is not None and (served.striped, served.copies) == (first, copies)
+    wanted = (first, copies, placed_window_us(first))
+    same = served is not None and (served.striped, served.copies, served.window_us) == wanted
     return served if same else None
+
+
+def placed_window_us(image: StripedImage) -> float | None:
+    """Return the window in an image's placement, if the operator has set one."""
+    window = image.home.placements.get(image.name, {}).get(WINDOW_KEY)
+    return float(window) if isinstance(window, int | float) else None
 
 
 def _shares_json(image: StripedImage) -> list[dict[str, Any]]:

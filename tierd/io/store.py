@@ -38,7 +38,7 @@ from tierd.io.layout import Areas, choose_extents, free_ranges, occupied
 from tierd.io.stripes import share_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from tierd.types import Extent, ImageInfo
 
@@ -431,18 +431,23 @@ class Store:
         self._discard(extents, wipe=wipe)
 
     def set_placement(self, name: str, placement: dict[str, Any] | None) -> None:
-        """Store what must survive of an image's placement (tiers, quota, window); None drops it.
+        """Store one image's placement; see :meth:`set_placements`."""
+        self.set_placements({name: placement})
+
+    def set_placements(self, changes: Mapping[str, dict[str, Any] | None]) -> None:
+        """Store what must survive of images' placements (tiers, quota, window); None drops one.
+
+        One commit: all of them, or none.
 
         Raises:
             ImageError: no such image.
             DeviceError: the commit failed.
         """
         with self._lock:
-            self.image(name)
-            placements = {k: v for k, v in self._table.placements.items() if k != name}
-            if placement is not None:
-                placements[name] = placement
-            self._commit(placements=placements)
+            for name in changes:
+                self.image(name)
+            placements = {**self._table.placements, **changes}
+            self._commit(placements={k: v for k, v in placements.items() if v is not None})
 
     def _next_identity(self, name: str) -> Identity:
         known = self._table.identities.get(name)
