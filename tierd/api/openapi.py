@@ -160,8 +160,13 @@ def _responses(endpoint: Endpoint, names: dict[Any, dict[str, Any]]) -> dict[str
     made = {str(int(endpoint.status)): good}
     if endpoint.query is not None and "dry_run" in endpoint.query.model_fields:
         schema = names[schemas.DryRun, "serialization"]
+        description = "What would change (dry_run)."
+        if endpoint.status == HTTPStatus.OK:  # the same status carries both
+            done = content["application/json"]["schema"]
+            schema = {"anyOf": [done, schema]}
+            description = "Done; or what would change (dry_run)."
         made[str(int(HTTPStatus.OK))] = {
-            "description": "What would change (dry_run).",
+            "description": description,
             "content": {"application/json": {"schema": schema}},
         }
     if endpoint.tagged and not endpoint.changes:
