@@ -7,10 +7,14 @@ PY := .venv/bin/python
 	bench \
 	bench-controller \
 	bench-gpu \
+	bench-kv \
+	bench-life \
+	bench-operator \
 	bench-report \
 	bench-sglang \
 	bench-storage \
 	build \
+	chaos \
 	clean \
 	crash \
 	demo \
@@ -76,6 +80,11 @@ packages: .venv/.ready
 sanitizers: .venv/.ready
 	tools/sanitizers.sh
 
+# Daemons and engines are killed while rows are compared (docs/operating/failures.md). By hand:
+# python -m tests.chaos --kills 1000 --tokens is the soak, --seed and --case replay.
+chaos: build
+	$(PY) -m tests.chaos
+
 # The simulator (docs/simulator.md): SEED=N replays one run.
 SEEDS ?= 10000
 sim: build
@@ -97,9 +106,17 @@ gpu-test: build
 	TRITON_INTERPRET=0 $(PY) -m pytest tests/gpu -m gpu
 bench-gpu: build
 	$(PY) -m bench.gpu
+# A few minutes on the CPU; the GPU part is `python -m bench.kv_gpu` (docs/kv.md).
+bench-kv: build
+	$(PY) -m bench.kv
 # Needs root, for a loop device; `python -m bench.storage --only PART...` runs a part.
 bench-storage: build
 	$(PY) -m bench.storage
+bench-life: build
+	$(PY) -m bench.life
+# --quick tries it; the parts that take times want a machine that does nothing else.
+bench-operator: build
+	$(PY) -m bench.operator
 bench-report: build
 	$(PY) -m bench.report
 

@@ -392,6 +392,7 @@ def run_engines(asked: argparse.Namespace) -> dict[str, Any]:
     return {
         "kills": len(longest), "hold_gib": asked.hold_gib,
         "wait_ms_p50": longest[len(longest) // 2],
+        "wait_ms_p90": longest[int(len(longest) * 0.9)],
         "wait_ms_p99": longest[min(len(longest) - 1, int(len(longest) * 0.99))],
         "wait_ms_max": longest[-1], "engines": seen,
     }  # fmt: skip

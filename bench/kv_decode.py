@@ -192,18 +192,17 @@ class Engine:
 
     def __init__(
         self, weights: Weights, shape: KvShape, rows: int, mode: str, *, host: Host | None = None,
-        budget: Budget | None = None, admit: int | None = None, **tuning: int,
+        budget: Budget | None = None, whole: bool = False, **tuning: int,
     ) -> None:  # fmt: skip
         self.weights, self.shape, self.rows, self.mode = weights, shape, rows, mode
         self.budget = budget or Budget(blocks=128, cap=1.0)
         self.queries = 2 if mode == "lookahead" else 1
         self.ops = Kernels(shape, self.budget, **tuning)
         self.sparse = mode != "dense"
+        self.one_graph = whole or mode in {"dense", "demand"}
         self.blocks = CONTEXT // shape.block + STEPS_MAX // shape.block + 2
         self.slots = self.budget.slots if self.sparse else self.blocks
         self._make_tables()
-        if admit is not None:
-            self.tables.admit.fill_(admit)
         self.steps = Steps(self.tables)
         self.layers = [self._layer(n, host) for n in range(shape.layers)]
         self._make_buffers()
@@ -341,8 +340,10 @@ class Engine:
     def _capture(self) -> None:
         pool = torch.cuda.graph_pool_handle()
         count = range(self.shape.layers)
-        if self.mode in {"dense", "demand"}:
+        if self.one_graph:
             self.whole = [captured(lambda p=p: self._forward(p), pool) for p in (0, 1)]
+            if self.mode not in {"dense", "demand"}:
+                self.behind = [captured(lambda p=p: self._both(p), pool) for p in (0, 1)]
             return
         self.first = captured(self.begin, pool)
         self.attends: list[list[torch.cuda.CUDAGraph]] = [[], []]
@@ -370,12 +371,31 @@ class Engine:
         for layer in range(self.shape.layers):
             self.mix(layer, self.attend(layer, self.steps.tables[parity]), parity)
 
+    def _both(self, parity: int) -> None:
+        """A step and its background, for one graph."""
+        tables = self.steps.tables[parity]
+        work = [
+            stages(self.ops, self.layers[n], tables, self.buffers.q[n], self.queries - 1)
+            for n in range(self.shape.layers)
+        ]
+        behind = Background(torch.device("cuda"), work, one_graph=True)
+        self.kept.append(behind)
+        front = torch.cuda.current_stream()
+        self.begin()
+        for layer in range(self.shape.layers):
+            behind.ready(layer, front)
+            attended = self.attend(layer, tables)
+            behind.attended(layer, front)
+            self.mix(layer, attended, parity)
+        behind.join(front)
+
     def run(self, *, background: bool = True) -> None:
         """One step."""
         parity, self.step = self.step % 2, self.step + 1
         assert self.step <= STEPS_MAX
-        if self.mode in {"dense", "demand"}:
-            self.whole[parity].replay()
+        if self.one_graph:
+            graphs = self.behind if background and self.mode == "lookahead" else self.whole
+            graphs[parity].replay()
             return
         front, behind = torch.cuda.current_stream(), self.background
         behind.work = self.work[parity]

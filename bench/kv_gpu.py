@@ -243,6 +243,13 @@ def lookahead(found: dict[str, Any], weights: Any, shape: Any, host: Any) -> Non
     found["wrong_entries"] = engine.differing()
     times = timed({"off": step_of(engine, background=False)}, 8, 2)["off"]
     found["off_ms"] = median(times)
+    del engine
+    gc.collect()
+    engine = Engine(
+        weights, shape, found["sparse_rows"], "lookahead", host=host, whole=True, **SPARSE
+    )
+    settle(engine)
+    found["one_graph"] = capped(engine, 0.05)
 
 
 def other(found: dict[str, Any], weights: Any, shape: Any, host: Any, mode: str) -> None:
@@ -297,6 +304,12 @@ def capped(engine: Any, cap: float) -> dict[str, Any]:
     before, steps = engine.counters(), 14
     times = timed({"step": step_of(engine)}, steps, 0)["step"]
     after = engine.counters()
+    stall = None
+    if not engine.one_graph:
+        engine.background.measure(on=True)
+        timed({"stall": step_of(engine)}, 4, 0)
+        stall = engine.background.stall_ms() / 4
+        engine.background.measure(on=False)
     entries = (after["admitted"] - before["admitted"]) / steps
     ms = median(times)
     wanted = after["wanted"] - before["wanted"]
@@ -310,25 +323,32 @@ def capped(engine: Any, cap: float) -> dict[str, Any]:
         "bytes_over_cap": cap_excess(engine, before, after, steps),
         "wrong_owner": after["wrong_owner"],
         "written": after["written"] - before["written"],
+        "stall_ms": stall,
     }
 
 
 def small_batch(found: dict[str, Any], weights: Any, shape: Any, host: Any) -> None:
-    """Batch 8: the same steps with the background on and off, in turn."""
+    """Batch 8: the same steps with the background on and off, in turn, in either form."""
     from bench.kv_decode import Budget, Engine, median, timed
 
-    engine = Engine(weights, shape, 8, "lookahead", host=host, **SPARSE)
-    settle(engine)
-    engine.tables.admit.fill_(Budget(128, 0.05).admitted)
-    on: list[float] = []
-    off: list[float] = []
-    for _ in range(4):
-        on += timed({"on": step_of(engine)}, 10, 2)["on"]
-        off += timed({"off": step_of(engine, background=False)}, 10, 2)["off"]
-    found["small"] = {
-        "rows": 8, "on_ms": median(on), "off_ms": median(off),
-        "cost_pct": 100 * (median(on) / median(off) - 1), "wrong_entries": engine.differing(),
-    }  # fmt: skip
+    for name, whole in (("small_pieces", False), ("small", True)):
+        engine = Engine(weights, shape, 8, "lookahead", host=host, whole=whole, **SPARSE)
+        settle(engine)
+        engine.tables.admit.fill_(Budget(128, 0.05).admitted)
+        before, steps = engine.counters(), 0
+        on: list[float] = []
+        off: list[float] = []
+        for _ in range(4):
+            on += timed({"on": step_of(engine)}, 10, 2)["on"]
+            off += timed({"off": step_of(engine, background=False)}, 10, 2)["off"]
+            steps += 12
+        moved = engine.counters()["admitted"] - before["admitted"]
+        found[name] = {
+            "rows": 8, "on_ms": median(on), "off_ms": median(off),
+            "cost_pct": 100 * (median(on) / median(off) - 1),
+            "gb_step": moved * shape.entry_bytes / steps / 1e9,
+            "wrong_entries": engine.differing(),
+        }  # fmt: skip
 
 
 def model(seconds: str = "60", medium: str = "125") -> dict[str, Any]:

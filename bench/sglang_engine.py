@@ -74,10 +74,9 @@ class Hashes:
         import numpy as np
 
         count = int(np.prod(shape))
-        if self._at + count > len(self.text):
-            self._at = 0
-        self._at += count
-        return self.text[self._at - count : self._at].reshape(shape)
+        places = np.arange(self._at, self._at + count) % len(self.text)
+        self._at = (self._at + count) % len(self.text)
+        return self.text[places].reshape(shape)
 
     def compare(self, ids: torch.Tensor, expected: np.ndarray[Any, Any]) -> None:
         found = ids.numpy().reshape(expected.shape)

@@ -186,6 +186,10 @@ class TraceError(TierdError):
     """A trace that cannot be read or written."""
 
 
+class SeenSetError(TraceError):
+    """A seen-set that cannot be read, or is of another table than is served."""
+
+
 class TraceModelError(TraceError):
     """A trace of another model than the one in question."""
 

@@ -87,6 +87,7 @@ def test_what_is_seen_is_explained_and_the_operator_has_the_last_word(
             assert first["predicted_hit_ratio"] == pytest.approx(first["hit_ratio"], abs=0.12)
             assert second["predicted_hit_ratio"] == pytest.approx(second["hit_ratio"], abs=0.12)
             assert (first["ways"], second["ways"]) == (16, 16)
+            assert first["read_ms"] > 0
             assert first["window_ms"] == pytest.approx(0.001)
             (pump,) = state["devices"]
             assert pump["seen"] > 0

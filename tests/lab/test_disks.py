@@ -41,7 +41,7 @@ from tierd.io.store_set import StoreSet
 from tierd.io.tables import find_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 WHY_NOT = disks.why_not()
 pytestmark = [pytest.mark.lab, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
@@ -368,8 +368,8 @@ def test_the_scrub_of_a_daemon_finds_it(memory: Path, made, fault: str) -> None:
         (pages,) = put([bad.path], made)
         bad.fail(**{fault: {str(pages[9]): -1} if fault == "eio" else [pages[9]]})
         with serving(memory, [bad.path], TIERD__IO__SCRUB="true") as node:
-            scrub = _wait_for_damage(node)
-            (damage,) = scrub["damaged"][NAME]
+            found = _wait_for(node, lambda found: found["scrub"]["passes"])
+            (damage,) = found["scrub"]["damaged"][NAME]
             assert damage.startswith("page 9: ")
             assert bad.path in damage
             shown = tierd("status", "--api-socket", node.api_socket).stdout
@@ -379,14 +379,13 @@ def test_the_scrub_of_a_daemon_finds_it(memory: Path, made, fault: str) -> None:
         assert (event["image"], event["page"], event["device"]) == (NAME, 9, bad.path)
 
 
-def _wait_for_damage(node: Node) -> dict[str, Any]:
+def _wait_for(node: Node, condition: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    """Look at the status until it is so; bounded, and no measurement."""
     deadline = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline:
-        scrub: dict[str, Any] = status(node)["scrub"]
-        if scrub["damaged"] and scrub["passes"]:
-            return scrub
+    while not condition(found := status(node)):
+        assert time.monotonic() < deadline, found
         time.sleep(0.05)
-    raise AssertionError(f"nothing found: {scrub}")
+    return found
 
 
 # --- history --------------------------------------------------------------------------------------
@@ -411,12 +410,12 @@ def test_no_room_under_the_catalog(memory: Path, made, monkeypatch: pytest.Monke
             }
             with serving(memory, [path], **given) as node, attached(node) as client:
                 assert rows_are_right(client, made, EVERY)
-                deadline = time.monotonic() + WAIT_S
-                while not (found := status(node))["scrub"]["save_error"]:
-                    assert time.monotonic() < deadline
-                    time.sleep(0.05)
+                found = _wait_for(
+                    node,
+                    lambda found: found["scrub"]["save_error"] and found["history"]["degraded"],
+                )
                 assert "No space left" in found["scrub"]["save_error"]
-                assert found["history"]["degraded"]
+                assert "full" in found["history"]["degraded"]
     finally:
         subprocess.run(["umount", state], check=True)
 

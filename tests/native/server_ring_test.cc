@@ -219,6 +219,21 @@ void a_wild_doorbell_heals() {
     }
 }
 
+void a_doorbell_that_goes_back_waits() {
+    Rig rig;
+    for (std::uint32_t i = 1; i <= 3; ++i) rig.publish({i});
+    rig.ring->accept(0);
+    rig.issue_all();
+    store_release(rig.control().doorbell.value, 1);
+    CHECK(!rig.ring->has_news());
+    rig.ring->accept(0);  // as if it had gone back between the two looks; 2^32 steps lie behind it
+    for (std::uint32_t i = 1; i <= 3; ++i) rig.land(i);
+    CHECK(rig.done() == 3);
+    CHECK(rig.ring->has_news());
+    rig.ring->accept(0);
+    CHECK(rig.ring->counters.jumps == 1);
+}
+
 void the_order_is_by_deadline() {
     CHECK(request_key(0, 100, 50) < request_key(0, 100, 60));
     CHECK(request_key(0, 100, 60) < request_key(0, 200, 0));
@@ -529,6 +544,7 @@ int main() {
     RUN(requests_are_answered_in_order);
     RUN(nonsense_is_refused_and_only_that);
     RUN(a_wild_doorbell_heals);
+    RUN(a_doorbell_that_goes_back_waits);
     RUN(the_order_is_by_deadline);
     RUN(a_failed_request_stops_reading_and_holds_its_place);
     RUN(a_taken_ring_is_drained_before_it_says_so);

@@ -62,8 +62,8 @@ def step(world: World, number: int) -> scrub.Step | None:
     stores, walker = world.stores(number), world.scrubs[number]
     before = world.faults_so_far()
     done = walker.step(stores.images, 1.0)
-    if done is None:
-        return None
+    if done is None or not done.image:  # there is nothing, or nothing is left of this pass
+        return done
     found = sorted(finding.page for finding in done.findings)
     world.log(f"scrub {done.image}: {done.pages} pages, {found}")
     if -1 in found:

@@ -171,8 +171,8 @@ def commit_before_the_data() -> Any:
         finally:
             del device.write
 
-    def commit_first(self: Any, *arguments: Any) -> Any:
-        image = commit(self, *arguments)
+    def commit_first(self: Any, *arguments: Any, **options: Any) -> Any:
+        image = commit(self, *arguments, **options)
         for offset, data in late:
             self.device.write(offset, data)
         late.clear()
@@ -300,13 +300,16 @@ def devices_known_by_their_place() -> Any:
     return _patched((StoreSet, "_share", share))
 
 
-def units_dealt_out_backwards_to_the_pump() -> Any:
+def two_units_changed_round_for_the_pump() -> Any:
     original = stripes.image_rows
 
-    def backwards(extents: Any, index: int, count: int) -> Any:
-        return original(extents, count - 1 - index, count)
+    def changed(extents: Any, index: int, count: int) -> Any:
+        rows = original(extents, index, count)
+        if count > 1 and len(rows) > 1:
+            rows[[0, 1], 2] = rows[[1, 0], 2]
+        return rows
 
-    return _patched((stripes, "image_rows", backwards))
+    return _patched((stripes, "image_rows", changed))
 
 
 def scrub_goes_on_a_block_too_far() -> Any:
@@ -350,7 +353,7 @@ STORAGE_MUTANTS: tuple[Callable[[], Any], ...] = (
     leftover_reclaimed_while_the_home_is_away,
     image_without_a_device_called_whole,
     devices_known_by_their_place,
-    units_dealt_out_backwards_to_the_pump,
+    two_units_changed_round_for_the_pump,
     scrub_goes_on_a_block_too_far,
     scrub_goes_on_in_another_image,
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.sim import incomplete, pool, scrubbing
+from tests.sim import incomplete, scrubbing
 from tests.sim.machine import NO_SLOT, TURN_NS, Client, Ring
 from tests.sim.model import Known, Violation, packed, places, trailer_of
 from tests.sim.seams import UNIT_PAGES
@@ -59,7 +59,7 @@ def run(world: World) -> None:
 def stage(world: World) -> None:
     """Stage a variant of a model, all of its tables or one."""
     number = world.chance.randrange(len(world.models))
-    source = world.chance.choice(world.chance.choice(pool.sources()))
+    source = world.chance.choice(world.chance.choice(world.sources))
     specs = list(source.specs)
     if world.chance.random() < 0.3:
         specs = [world.chance.choice(specs)]

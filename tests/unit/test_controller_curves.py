@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierd.controller.curves import CurveSampler, MissCurve, Phase, sample_hash, sampled
@@ -28,6 +28,7 @@ def lru_misses(ids: np.ndarray, size: int) -> list[bool]:
     return missed
 
 
+@settings(deadline=None)
 @given(ids_of, st.integers(1, 50))
 def test_a_distance_says_which_sizes_hit(ids: np.ndarray, size: int) -> None:
     distances = stack_distances(ids)
@@ -37,6 +38,7 @@ def test_a_distance_says_which_sizes_hit(ids: np.ndarray, size: int) -> None:
         assert miss_ratios(distances, [size])[0] == pytest.approx(missed.mean())
 
 
+@settings(deadline=None)
 @given(st.lists(ids_of, max_size=4), st.integers(1, 50))
 def test_a_sampler_that_samples_all_is_exact(parts: list[np.ndarray], size: int) -> None:
     sampler = CurveSampler(rate=1.0, samples_max=64)
@@ -69,7 +71,7 @@ def agentlike(count: int, seed: int) -> np.ndarray:
 
 
 def test_a_sample_of_one_percent_finds_the_curve_and_knows_its_error() -> None:
-    """Healthy: a mean error of 0.003. Failed (no SHARDS-adj): 0.02. The bar: 0.01."""
+    """Healthy: a mean error of 0.0045. Failed (no SHARDS-adj): 0.14. The bar: 0.01."""
     ids = agentlike(400_000, 0)
     sampler = CurveSampler(rate=0.01)
     for part in np.split(ids, 100):
@@ -128,6 +130,7 @@ def test_nonsense_curves_are_named() -> None:
         assert word in MissCurve.of(rows, miss).problem()
 
 
+@settings(deadline=None)
 @given(st.integers(0, (1 << 34) - 1))
 def test_the_hash_is_the_clients(row: int) -> None:
     assert int(sample_hash([row])[0]) == _core.protocol.sample_hash(row)

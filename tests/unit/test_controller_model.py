@@ -53,6 +53,7 @@ def test_growth_of_the_papers_table_2_with_one_constant() -> None:
     assert np.sqrt(np.mean((predicted - measured) ** 2)) < 0.22
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(times, times), min_size=1, max_size=6), times)
 def test_stalls_add_up_to_the_latest_layer(pairs: list[tuple[float, float]], s: float) -> None:
     reads, windows = np.array(pairs).T
@@ -69,6 +70,7 @@ def test_stalls_add_up_to_the_latest_layer(pairs: list[tuple[float, float]], s: 
     assert stalls_ms(reads * 0.5, windows, s).sum() <= stalls.sum() + 1e-9
 
 
+@settings(deadline=None)
 @given(st.integers(1, 4), st.lists(st.floats(0, 2000), min_size=1, max_size=5))
 def test_more_devices_and_fewer_pages_never_take_longer(devices: int, pages: list[float]) -> None:
     wanted = np.array(pages)
@@ -89,7 +91,7 @@ def test_windows_scale_with_the_step() -> None:
     assert window_at(0.3, measured_step_ms=0.0, step_ms=11.0) == 0.3
 
 
-@settings(max_examples=6)
+@settings(max_examples=6, deadline=None)
 @given(st.floats(0.01, 1.0), st.floats(0.1, 10.0), st.floats(0.0, 2.0), st.integers(0, 1000))
 def test_a_fit_finds_the_device(base: float, page: float, later: float, seed: int) -> None:
     truth, fit = ReadTime(base, page, later), ReadFit.start()

@@ -6,15 +6,15 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierd.controller.curves import MissCurve
 from tierd.controller.load import NodeLoad, TableLoad, distinct_pages, predict
 from tierd.controller.placement import TableNeed, Tier, place
 from tierd.controller.readtime import PAPER_DISK, ReadTime
-from tierd.controller.seen import empty, is_seen, mark, share
 from tierd.controller.size import advise, best_ways
+from tierd.io.seen import empty, is_wanted, mark, share
 
 AGENT = MissCurve.of([0, 250e3, 5e5, 1e6, 5e6], [1, 0.19, 0.15, 0.13, 0.1])
 DISK, DRAM = Tier("disk", (PAPER_DISK,)), Tier("dram", (), 300 * 2.0**30)
@@ -81,6 +81,7 @@ def test_layer_0_has_no_window() -> None:
     assert "layer 0" in one.warnings[0]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.floats(0, 10), st.floats(0, 3000)), min_size=1, max_size=5),
     st.booleans(),
@@ -155,11 +156,12 @@ def test_missing_rows_share_few_pages() -> None:
     assert distinct_pages(np.array(1e9), 1000.0) == pytest.approx(1000)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 999), max_size=200), st.lists(st.integers(0, 999), max_size=50))
 def test_seen_sets(ids: list[int], asked: list[int]) -> None:
     bits = empty(1000)
     mark(bits, ids)
-    assert is_seen(bits, np.array(asked, np.int64)).tolist() == [row in set(ids) for row in asked]
+    assert is_wanted(bits, np.array(asked, np.int64)).tolist() == [row in set(ids) for row in asked]
     assert share(bits, 1000) == len(set(ids)) / 1000
     with pytest.raises(IndexError):
         mark(bits, [1000])

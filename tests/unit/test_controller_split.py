@@ -9,7 +9,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench import splits
@@ -44,9 +44,9 @@ def test_it_finds_the_best_split_within_a_minute(name: str) -> None:
 
 
 def test_it_rests_in_steady_traffic() -> None:
-    """Healthy: no move in two minutes. Failed (no hysteresis): 10. The bar: one a minute."""
+    """Healthy: no move in a minute. Failed (no hysteresis): 10. The bar: one a minute."""
     scenario = SCENARIOS["the paper's"]
-    steps = WARM + 3 * splits.MINUTE
+    steps = WARM + 2 * splits.MINUTE
     traffic = scenario.draw(2, steps)
     moves = {}
     for name, limits in (
@@ -55,16 +55,16 @@ def test_it_rests_in_steady_traffic() -> None:
     ):
         run = splits.play(scenario, traffic, (24, 8), follow=True, hold_until=WARM, limits=limits)
         moves[name] = sum(at >= WARM + splits.MINUTE for at, _ in run.moves)
-    assert moves["healthy"] <= 2
-    assert moves["failed"] > 2
+    assert moves["healthy"] <= 1
+    assert moves["failed"] > 1
 
 
 @pytest.mark.parametrize("name", splits.adversaries())
 def test_bad_traffic_costs_little(name: str) -> None:
-    """Against the even split. Healthy: 0 ms, or a gain. Failed (a climber that compares measured
-    stalls across samples): 0.3 ms where phases alternate. The bar: 0.2 ms."""
+    """Against the even split. Healthy: 0 ms, or a gain. Failed (``splits.Naive``, which compares
+    measured stalls across samples): 0.28 ms where phases alternate. The bar: 0.2 ms."""
     scenario = splits.adversaries(SCALE)[name]
-    traffic = scenario.draw(3, 2 * splits.MINUTE)
+    traffic = scenario.draw(3, splits.MINUTE)
     start = splits.even(len(traffic))
     even = splits.play(scenario, traffic, start, follow=False)
     run = splits.play(scenario, traffic, start, follow=True)
@@ -224,6 +224,7 @@ def test_little_seen_is_a_reason_to_wait() -> None:
     assert "too little seen" in decision.reason
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.lists(st.floats(0, 1), min_size=3, max_size=3), min_size=2, max_size=4),
     st.lists(st.floats(0, 12), min_size=4, max_size=4),

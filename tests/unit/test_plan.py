@@ -142,7 +142,7 @@ def test_missing_probe_data_is_named_and_how_to_get_it(config: Path, tmp_path: P
     partial = probed(tmp_path, layers={"1": {"128": {"window_s": 0.0003}}})
     text = refusal(config, *DISK, "--windows", partial)
     assert "no window of layer 14 (it has: 1)" in text
-    assert "window probe" in text
+    assert "run: tierd probe" in text
     assert "no windows there" in refusal(config, *DISK, "--windows", tmp_path / "none.json")
     broken = tmp_path / "broken.json"
     broken.write_text('{"gpu": "x"}')

@@ -4,9 +4,11 @@ The model has a ring two requests deep over two arena pages, so that pages are u
 the rules allow it. Daemons are killed, stopped and resumed at any step; a dead daemon's reads
 still land afterwards. The guardian takes the ring whenever it likes, rightly or not, as it does
 when a daemon asks to be relieved; it may be stopped for any time between any two of its steps, and
-be replaced by another one. Checked in every state: a fill sees the pages of its own request. Checked
-over all states: from each one the client can still finish. Each mutant breaks one rule and must be
-caught, so that the check is known to be able to fail.
+be replaced by another one.
+
+Checked in every state: a fill sees the pages of its own request. Checked over all states: from each
+one the client can still finish. Each mutant breaks one rule and must be caught, so that the check
+is known to be able to fail.
 """
 
 from __future__ import annotations

@@ -14,11 +14,14 @@ from tierd.config import IoSection, load
 from tierd.daemon.plane import DataPlane
 from tierd.daemon.scrub import Scrubber
 from tierd.io.blocks import BLOCK_PAGES
+from tierd.io.device import PAGE_BYTES, Device
 from tierd.io.scrub import PIECE_PAGES, Scrub
 from tierd.io.store import Store
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import numpy as np
 
 MIB = 1 << 20
 LARGE, SMALL = "m/layers.1.engram", "n/layers.2.engram"
@@ -148,6 +151,40 @@ def test_an_image_that_goes_away_in_the_middle(disks: list[Path], tmp_path: Path
     assert scrub.bad == {}
 
 
+def test_nothing_is_said_against_an_image_that_was_deleted_meanwhile(
+    disks: list[Path], tmp_path: Path
+) -> None:
+    """Its room may be in use again by the time it is read."""
+    flip(disks, 3)
+    scrub = Scrub(tmp_path)
+    with opened(disks, write=False) as stores:
+        step = scrub.step(stores.images, 1.0, still_there=lambda image: image.name != LARGE)
+        assert step is not None
+        assert (step.findings, scrub.next_page, scrub.bad) == ((), 0, {})
+        (found,) = one_pass(scrub, stores.images)
+        assert found.page == 3
+
+
+def test_a_page_that_reads_wrong_once_is_not_damaged(
+    disks: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scrub = Scrub(tmp_path)
+    read_into = Device.read_into
+    lies = [True]
+
+    def lie(self: Device, offset: int, buffer: np.ndarray) -> None:
+        read_into(self, offset, buffer)
+        if lies and buffer.size > PAGE_BYTES:
+            lies.pop()
+            buffer[PAGE_BYTES + 9] ^= 1
+
+    with opened(disks, write=False) as stores:
+        monkeypatch.setattr(Device, "read_into", lie)
+        assert one_pass(scrub, stores.images) == []
+    assert lies == [], "the fault was reached"
+    assert scrub.bad == {}
+
+
 def test_state_that_cannot_be_kept_is_told(tmp_path: Path) -> None:
     scrub = Scrub(tmp_path / "none")
     scrub.save()
@@ -251,3 +288,19 @@ def test_the_rate_is_kept(
         scrubber._before_read(64)  # 256 KiB: an eighth of a second at this rate
     # A second's worth may be made up for at once, the rest keeps the rate.
     assert sum(slept) == pytest.approx((41 - 1) / 8 - 1, abs=0.2)
+
+
+def test_a_pass_ends_when_what_was_left_of_it_is_deleted(disks: list[Path], tmp_path: Path) -> None:
+    """Or the scrub would have nothing to do for ever."""
+    scrub = Scrub(tmp_path)
+    with opened(disks, write=False) as stores:
+        images = sorted(stores.images, key=lambda image: image.info.pages)
+        while not (step := scrub.step(images, 5.0)).image_done:  # type: ignore[union-attr]
+            assert step is not None
+        step = scrub.step(images[:1], 6.0)
+        assert step is not None
+        assert (step.image, step.pages, step.pass_done) == ("", 0, True)
+        assert (scrub.passes, scrub.finished_at) == (1, 6.0)
+        step = scrub.step(images[:1], 7.0)
+        assert step is not None
+        assert step.pages == images[0].info.pages

@@ -288,6 +288,38 @@ def test_a_look_at_nothing_does_not_hide_a_damaged_root(monkeypatch) -> None:
     assert "checksum" in Store._open(device).note
 
 
+def test_a_table_that_is_right_at_the_second_look_is_noted(monkeypatch) -> None:
+    device, store = memory_store()
+    table, whole = store._root.table_offset, device.read
+    looks = iter(range(100))
+
+    def read(offset: int, size: int) -> bytes:
+        data = whole(offset, size)
+        return bytes(size) if offset == table and next(looks) == 0 else data
+
+    monkeypatch.setattr(device, "read", read)
+    assert "extent table of root A: its checksum" in Store._open(device).note
+
+
+def test_a_damaged_root_makes_every_name_start_under_a_new_identity(path: str) -> None:
+    """The damaged one may have given out the next generation of any."""
+    with Store.format(path, size=SIZE) as store:
+        first = store.reserve_identity("m/t")
+        second = store.reserve_identity("m/t")
+        assert second == (first[0], first[1] + 1)
+        newest = superblock.ROOT_OFFSETS[store._root.slot]
+    with open(path, "r+b") as file:
+        file.seek(newest)
+        file.write(b"X")
+    with Store.open(path) as store:
+        assert store.note
+        image_id, generation = store.reserve_identity("m/t")
+        assert image_id != first[0]
+        assert generation == 1
+    with Store.open(path) as store:
+        assert store.reserve_identity("m/t") == (image_id, 2)
+
+
 def test_a_commit_after_a_damage_spares_the_root_in_force(two_states) -> None:
     medium, _, before, root = two_states
     device = MemoryDevice(damaged(medium, root.table_offset))

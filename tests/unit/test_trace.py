@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from tierd.cli import cli
 from tierd.controller.readtime import PAPER_DISK
-from tierd.controller.seen import is_seen
-from tierd.errors import TraceError
+from tierd.errors import SeenSetError, TraceError
+from tierd.io.seen import is_wanted
+from tierd.io.seen import load as load_seen
 from tierd.io.tracefile import TracedTable, TraceWriter, read_trace
 from tierd.tools import plots, policies
 from tierd.tools import trace as tool
-from tierd.tools.trace_report import load_seen
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -64,7 +64,7 @@ def sessions(path: Path, steps: int = 300, model: str = "v41") -> Path:
     return write(path, kicks, model)
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(
         st.tuples(
@@ -146,7 +146,7 @@ def test_refusals(tmp_path: Path) -> None:
     assert "cannot be written" in refusal(
         "trace", "seen", path, "--table", "layers.1.engram", "--out", tmp_path / "no" / "s"
     )
-    with pytest.raises(TraceError, match="not a seen-set"):
+    with pytest.raises(SeenSetError, match="not a seen-set"):
         load_seen(path)
 
 
@@ -168,6 +168,7 @@ def lru_hits(ids: list[int], counted: list[bool], size: int) -> float:
 lookups = st.lists(st.tuples(st.integers(0, 30), st.booleans()), min_size=1, max_size=200)
 
 
+@settings(deadline=None)
 @given(lookups, st.integers(1, 40))
 def test_lru_is_lru(pairs: list[tuple[int, bool]], size: int) -> None:
     ids, counted = np.array([p[0] for p in pairs]), np.array([p[1] for p in pairs])
@@ -178,6 +179,7 @@ def test_lru_is_lru(pairs: list[tuple[int, bool]], size: int) -> None:
         assert np.isnan(found)
 
 
+@settings(deadline=None)
 @given(lookups, st.integers(1, 40), st.sampled_from(["clock", "s3fifo"]))
 def test_no_policy_hits_what_it_cannot(
     pairs: list[tuple[int, bool]], size: int, policy: str
@@ -282,4 +284,4 @@ def test_seen_sets_from_traces(tmp_path: Path) -> None:
     )  # fmt: skip
     assert made.lookups == 5
     asked = np.array([0, 1, 2, 3, 7, 49_999])
-    assert is_seen(made.bits, asked).tolist() == [False, True, True, True, False, True]
+    assert is_wanted(made.bits, asked).tolist() == [False, True, True, True, False, True]

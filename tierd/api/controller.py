@@ -37,6 +37,7 @@ class ControlledTable(BaseModel):
     predicted_hit_ratio: float | None  # of an LRU cache of as many rows
     pages: float  # read per step, recent mean
     predicted_pages: float | None
+    read_ms: float | None  # measured, at the last looks
     predicted_read_ms: float | None
     stall_ms: float  # per step, measured on the GPU
     predicted_stall_ms: float | None
@@ -255,7 +256,7 @@ def answer(steering: Steering) -> Controller:
         mode=steering.settings.mode,
         frozen=steering.frozen,
         problems=list(dict.fromkeys(problems)),
-        clients=[_client(name, one) for name, one in steering.clients.items()],
+        clients=[_client(steering, name, one) for name, one in steering.clients.items()],
         devices=[
             ReadModel(
                 pump=number, base_ms=fit.model.base_ms, page_us=fit.model.page_us,
@@ -273,7 +274,7 @@ def answer(steering: Steering) -> Controller:
     )  # fmt: skip
 
 
-def _client(name: str, one: Watched) -> ControlledClient:
+def _client(steering: Steering, name: str, one: Watched) -> ControlledClient:
     client = one.watch.client
     seen = {ring: (view, at) for view in one.caches for at, ring in enumerate(view.order)}
     rings = range(len(one.watch.rings))
@@ -287,12 +288,14 @@ def _client(name: str, one: Watched) -> ControlledClient:
         stall_ms=sum(ring.stall_ms for ring in one.watch.rings),
         predicted_ms=sum(predicted) if predicted else None,
         problem=one.problem,
-        tables=[_table(one, ring, *seen.get(ring, (None, 0))) for ring in rings],
+        tables=[_table(steering, one, ring, *seen.get(ring, (None, 0))) for ring in rings],
         caches=[_cache(one, view) for view in one.caches],
     )
 
 
-def _table(one: Watched, ring: int, view: CacheView | None, at: int) -> ControlledTable:
+def _table(
+    steering: Steering, one: Watched, ring: int, view: CacheView | None, at: int
+) -> ControlledTable:
     info, state = one.watch.client.attached.images[ring].info, one.watch.rings[ring]
     ways = None if view is None else view.cache.ways[ring]
     now = None if view is None else view.now
@@ -312,6 +315,7 @@ def _table(one: Watched, ring: int, view: CacheView | None, at: int) -> Controll
         ),
         pages=state.misses,
         predicted_pages=None if now is None else float(now.pages[at]),
+        read_ms=steering.read_ms(one.watch.client, ring),
         predicted_read_ms=None if now is None else float(now.reads_ms[at]),
         stall_ms=state.stall_ms,
         predicted_stall_ms=None if now is None else float(now.stalls_ms[at]),

@@ -110,6 +110,15 @@ def _devices(value: Callable[[Any], float]) -> Callable[[Look], Iterable[Sample]
     ]
 
 
+def _kv(name: str, scale: float = 1.0) -> Callable[[Look], Iterable[Sample]]:
+    return lambda look: _one(look.daemon.attach.kv.totals()[name] * scale)
+
+
+def _kv_agreement(look: Look) -> list[Sample]:
+    totals = look.daemon.attach.kv.totals()
+    return _one(totals["agreed"] / totals["judged"]) if totals["judged"] else []
+
+
 def _jobs(look: Look) -> list[Sample]:
     states = [job.state for job in look.daemon.jobs.list()]
     return [((state.value,), float(states.count(state))) for state in JobState]
@@ -121,6 +130,13 @@ def _doctor(look: Look) -> list[Sample]:
 
 
 METRICS: tuple[Metric, ...] = (
+    Metric(
+        "tierd_lossy_tables",
+        "gauge",
+        "Tables of which rows that no trace saw are served as zero, because lossy.seen_sets says "
+        "so; anything but 0 changes what models compute.",
+        lambda look: _one(len(look.daemon.attach.lossy)),
+    ),
     Metric(
         "tierd_late_steps_ratio",
         "gauge",
@@ -257,6 +273,60 @@ METRICS: tuple[Metric, ...] = (
         "Room on the device that no image takes.",
         _devices(lambda store: store.free_pages * PAGE_BYTES),
         _PER_DEVICE,
+    ),
+    Metric(
+        "tierd_kv_pool_bytes",
+        "gauge",
+        "Size of the host KV pool.",
+        lambda look: _one(look.daemon.attach.kv.pool_bytes),
+    ),
+    Metric(
+        "tierd_kv_pool_free_bytes",
+        "gauge",
+        "Room in the host KV pool that no engine has leased.",
+        lambda look: _one(look.daemon.attach.kv.free_bytes),
+    ),
+    Metric(
+        "tierd_kv_steps_total",
+        "counter",
+        "Decode steps of engines with a KV lease.",
+        _kv("steps"),
+    ),
+    Metric(
+        "tierd_kv_fetched_bytes_total",
+        "counter",
+        "KV that was fetched from the host pool into HBM.",
+        _kv("bytes"),
+    ),
+    Metric(
+        "tierd_kv_admitted_total",
+        "counter",
+        "Block-head entries of KV that were admitted to working sets.",
+        _kv("admitted"),
+    ),
+    Metric(
+        "tierd_kv_evicted_total",
+        "counter",
+        "Block-head entries of KV that gave way to others.",
+        _kv("evicted"),
+    ),
+    Metric(
+        "tierd_kv_wrong_owner_total",
+        "counter",
+        "KV entries that carried another owner's header; none was used.",
+        _kv("wrong_owner"),
+    ),
+    Metric(
+        "tierd_kv_stall_seconds_total",
+        "counter",
+        "Time that steps waited for KV.",
+        _kv("stall_ns", 1e-9),
+    ),
+    Metric(
+        "tierd_kv_agreement_ratio",
+        "gauge",
+        "Share of the exact block sets that had been predicted, where engines compare.",
+        _kv_agreement,
     ),
     Metric(
         "tierd_jobs",

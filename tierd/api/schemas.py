@@ -65,6 +65,14 @@ class Pump(BaseModel):
     cpu_system_ns: int
 
 
+class LossyTable(BaseModel):
+    """A table of which rows that no trace saw are skipped."""
+
+    image: str
+    seen_set: str
+    seen_share: float  # of its rows
+
+
 class History(BaseModel):
     """Whether events are being kept."""
 
@@ -116,6 +124,7 @@ class Status(BaseModel):
     history: History
     scrub: Scrub
     session_faults: int
+    lossy: list[LossyTable]  # tables whose never-seen rows are served as zero
     refusals: list[Refusal]  # engines of versions that are not served, newest last
     doctor: Verdict
 
@@ -225,6 +234,49 @@ class Clients(BaseModel):
 
     clients: list[Client]
     engines: list[Engine]
+
+
+class KvCounters(BaseModel):
+    """What owners of KV leases have counted; entries are blocks of one KV head and layer."""
+
+    steps: int
+    bytes: int  # fetched into HBM
+    bytes_written: int  # written back to the pool
+    admitted: int  # entries
+    evicted: int
+    wanted: int  # entries that predictions selected
+    hit: int  # of them, resident already
+    agreed: int  # entries of the exact sets that had been predicted
+    judged: int  # entries of the exact sets that were compared
+    wrong_owner: int  # entries that carried another owner's header, and were not taken
+    stall_ns: int
+    requests: int
+    sparse_requests: int
+    waits: int  # steps that a request sat out because a pool was full
+    preemptions: int
+    pages_used: int
+    bytes_per_step: float | None
+    resident_ratio: float | None
+    agreement_ratio: float | None
+
+
+class KvLease(BaseModel):
+    """A part of the host pool that one engine rank has."""
+
+    lease: int
+    owner: str
+    offset: int
+    bytes: int
+    counters: KvCounters
+
+
+class Kv(BaseModel):
+    """GET /v1/kv."""
+
+    pool_bytes: int
+    free_bytes: int
+    totals: KvCounters  # since the daemon's start, leases that are gone included
+    leases: list[KvLease]
 
 
 class Event(BaseModel):

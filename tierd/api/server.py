@@ -20,6 +20,7 @@ from tierd.api import (
     health,
     images,
     jobs,
+    kv,
     metrics,
     openapi,
     status,
@@ -57,6 +58,7 @@ RESOURCES: tuple[Routes, ...] = (
     devices.routes,
     images.routes,
     clients.routes,
+    kv.routes,
     controller.routes,
     jobs.routes,
     events.routes,
@@ -144,6 +146,8 @@ class RestApi:
                 log.warning("other machines can read the metrics", listen=settings.metrics.listen)
             quiet = await self._serve(make_metrics_app(self._daemon, self._app))
             await self._listen(quiet, self._bind("metrics.listen", settings.metrics.listen), None)
+        if self.addresses:
+            log.info("listening on TCP", **self.addresses)
         if self._examine is not None:
             seen = self._app[EXAMINATION].run(self._examine, settings)
             task = asyncio.get_running_loop().create_task(seen)

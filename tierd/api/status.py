@@ -61,6 +61,10 @@ def _status(
         history=schemas.History(degraded=daemon.catalog.degraded, lost=daemon.catalog.lost),
         scrub=schemas.Scrub(**daemon.scrubber.status()),
         session_faults=daemon.attach.faults,
+        lossy=[
+            schemas.LossyTable(image=one.name, seen_set=str(one.path), seen_share=one.share)
+            for one in daemon.attach.lossy.values()
+        ],
         refusals=[
             schemas.Refusal(pid=r.pid, at=moment(r.at), reason=r.reason)
             for r in daemon.attach.refusals

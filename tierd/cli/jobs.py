@@ -86,7 +86,7 @@ def delete_image(path: Path, name: str, *, wipe: bool, quiet: bool) -> dict[str,
     from tierd.api import rest_client
 
     resource = f"/v1/images/{name}?wipe={'true' if wipe else 'false'}"
-    return _watch(path, rest_client.change(path, "POST", f"{resource}/cancel"), "deleting", quiet)
+    return _watch(path, rest_client.change(path, "DELETE", resource), "deleting", quiet)
 
 
 def _watch(path: Path, begun: dict[str, Any], title: str, quiet: bool) -> dict[str, Any]:

@@ -47,8 +47,11 @@ def serve(
     as_json: bool,
 ) -> None:
     """Serve the images of the configured devices until stopped (SIGTERM, Ctrl-C)."""
-    from tierd import config, daemon, log
-    from tierd.api.server import RestApi
+    from tierd.tools.lean import lean_imports
+
+    with lean_imports():
+        from tierd import config, daemon, log
+        from tierd.api.server import RestApi
     from tierd.tools import doctor
 
     overrides = {

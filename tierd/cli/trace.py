@@ -137,11 +137,11 @@ def replay(
 @json_option
 def seen(paths: tuple[Path, ...], table: str, out: Path, as_json: bool) -> None:
     """Build a seen-set from TRACEs: the rows that lossy skipping would still read."""
+    from tierd.io import seen as seen_sets
     from tierd.tools import trace as tool
-    from tierd.tools import trace_report as report
 
     made = tool.seen_set([tool.load(path, model=None) for path in paths], table)
-    report.save_seen(made, out)
+    seen_sets.save(made, out)
     summary = {
         "table": made.table, "model": made.model, "rows": made.rows, "lookups": made.lookups,
         "seen_share": made.share, "bytes": made.bits.nbytes, "path": str(out),

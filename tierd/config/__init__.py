@@ -267,6 +267,18 @@ class ChannelSection(Section):
     )
 
 
+class KvSection(Section):
+    """The host pool for KV caches beyond HBM (docs/kv.md)."""
+
+    pool_bytes: int = Field(
+        0,
+        ge=0,
+        le=1 << 45,
+        description="Host memory that engine ranks may lease for the full KV of their requests; "
+        "it is taken as they use it and pinned by them. 0: no pool.",
+    )
+
+
 class ControllerSection(Section):
     """What watches the cache split and the placement (docs/controller.md)."""
 
@@ -286,6 +298,17 @@ class ControllerSection(Section):
         ge=1,
         le=86_400,
         description="Traffic of so long ago counts half in the miss curves.",
+    )
+
+
+class LossySection(Section):
+    """Rows that are left out on purpose: it changes what models compute (docs/controller.md)."""
+
+    seen_sets: list[str] = Field(
+        default_factory=list,
+        max_length=64,
+        description="Files of `tierd trace seen`. Rows of their tables that no trace saw are not "
+        "read: engines on CPUs get zeroes for them. `tierd status` says so first.",
     )
 
 
@@ -343,7 +366,9 @@ class Settings(BaseSettings):
     pump: PumpSection = PumpSection()
     io: IoSection = IoSection()
     channel: ChannelSection = ChannelSection()
+    kv: KvSection = KvSection()
     controller: ControllerSection = ControllerSection()
+    lossy: LossySection = LossySection()
     catalog: CatalogSection = CatalogSection()
     log: LogSection = LogSection()
 

@@ -23,7 +23,8 @@ import structlog
 from pydantic import BaseModel, Field, ValidationError
 
 from tierd import __version__
-from tierd.daemon import claims
+from tierd.daemon import claims, lossy
+from tierd.daemon.kv import KvLeases
 from tierd.daemon.plane import by_store, image_map
 from tierd.daemon.rings import ChannelView
 from tierd.errors import AttachError, TierdError
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from tierd.catalog import Catalog
     from tierd.config import Settings
     from tierd.daemon.plane import Attached, DataPlane, ServedImage
+    from tierd.io.pool import Lease
 
 log = structlog.get_logger("tierd.daemon.attach")
 
@@ -47,6 +49,7 @@ DRAIN_LOOK_S = 0.005
 # A device that does not answer may hold a client's reads for long, so workers wait in turns.
 DETACH_MS = 50
 DETACH_LOOK_S = 0.2
+HANG_LOOKS = 10  # before the log says so
 REFUSALS_MAX = 16
 
 
@@ -116,6 +119,7 @@ class AttachServer:
 
     Attributes:
         clients: attached clients by id.
+        kv: leases of the host KV pool.
         departed: image name -> ring counters of the clients that have gone, added up.
         faults: sessions that ended by a fault of ours; each is in the log with its traceback.
         refusals: engines of versions that are not served, newest last.
@@ -129,7 +133,9 @@ class AttachServer:
         self.plane = plane
         self.catalog = catalog
         self.boot_id = boot_id
+        self.lossy = lossy.find(settings.lossy, plane.images.values())
         self.clients: dict[str, AttachedClient] = {}
+        self.kv = KvLeases(settings.kv.pool_bytes)
         self.departed: dict[str, Counter[str]] = {}
         self.faults = 0
         self.left = 0
@@ -167,6 +173,7 @@ class AttachServer:
             if pending:
                 await asyncio.wait(pending)
         self.workers.shutdown()
+        self.kv.close()
 
     async def _hand_over(self, deadline: float) -> None:
         loop = asyncio.get_running_loop()
@@ -214,6 +221,7 @@ class _Session:
         self._sock = sock
         self._pid = claims.peer_pid(sock)
         self._client: AttachedClient | None = None
+        self._leases: list[Lease] = []
         self._done = False
 
     async def run(self) -> None:
@@ -230,9 +238,11 @@ class _Session:
             _refuse(self._sock, error)
         finally:
             await self._drop("the connection closed")
+            for lease in self._leases:
+                await self._server.kv.release(lease)
 
     async def _answer_next(self) -> None:
-        limit = None if self._client else VISITOR_IDLE_S
+        limit = None if self._client or self._leases else VISITOR_IDLE_S
         async with asyncio.timeout(limit):
             await _readable(self._sock)
         try:
@@ -261,13 +271,17 @@ class _Session:
                 return self._images(message)
             case "attach":
                 return await self._attach(message, fds)
+            case "kv_lease":
+                lease, answer, memory = self._server.kv.grant(message, self._pid)
+                self._leases.append(lease)
+                return answer, memory
             case "detach":
                 await self._drop("detached")
                 self._done = True
                 return {"ok": True}, []
             case _:
                 raise AttachError(
-                    f"unknown op {_op(message)}; there are: hello images attach detach"
+                    f"unknown op {_op(message)}; there are: hello images attach detach kv_lease"
                 )
 
     def _hello(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -387,6 +401,7 @@ class _Session:
             "client": client.client_id,
             "devices": [{"uuid": store.uuid, "path": store.device.path} for store, _ in stores],
             "map_bytes": len(text),
+            "lossy": lossy.answer(server.lossy, wanted),
         }
         fds: list[int] = []
         try:
@@ -420,13 +435,13 @@ class _Session:
     async def _let_go(self, client: AttachedClient) -> bool:
         """Detach once the device has answered; False if the daemon stops before that."""
         server, loop = self._server, asyncio.get_running_loop()
-        noticed = False
+        looks = 0
         while not await loop.run_in_executor(
             server.workers, server.plane.detach, client.attached, DETACH_MS
         ):
-            if not noticed:
+            looks += 1
+            if looks == HANG_LOOKS:
                 log.warning("a client has gone and its reads hang", **_who(client))
-                noticed = True
             if server.give_up:
                 return False
             await asyncio.sleep(DETACH_LOOK_S)

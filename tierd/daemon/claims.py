@@ -15,12 +15,10 @@ import os
 import socket
 import stat
 import struct
-from typing import TYPE_CHECKING, Self
+from pathlib import Path
+from typing import Self
 
 from tierd.errors import ConfigError, DaemonError, SocketBusyError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BACKLOG = 128
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
@@ -61,7 +59,7 @@ class Claim:
             # The holder before us may have removed the file between our open and our lock.
             if _is_same(fd, path):
                 os.ftruncate(fd, 0)
-                os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+                os.pwrite(fd, f"{os.getpid()} {_started(os.getpid())}\n".encode(), 0)
                 return cls(path, fd)
             os.close(fd)
 
@@ -129,8 +127,21 @@ def make_directory(path: Path, key: str) -> None:
 
 
 def _read_pid(fd: int) -> int | None:
-    text = os.pread(fd, 32, 0).strip()
-    return int(text) if text.isdigit() else None
+    """Return the holder's pid, if it is the process that wrote it and not one after it."""
+    words = os.pread(fd, 64, 0).split()
+    if len(words) != 2 or not all(word.isdigit() for word in words):
+        return None
+    pid = int(words[0])
+    return pid if _started(pid) == int(words[1]) else None
+
+
+def _started(pid: int) -> int:
+    """Return when a process started, in clock ticks since boot; 0 if there is none."""
+    try:
+        stat_line = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return 0
+    return int(stat_line.rpartition(")")[2].split()[19])
 
 
 def _by(pid: int | None) -> str:

@@ -100,8 +100,10 @@ class ClientWatch:
 
     def __init__(self, client: AttachedClient) -> None:
         self.client = client
-        self.rings = [RingState(CurveSampler()) for _ in client.view.rings]
-        self._last = [dict.fromkeys(_COUNTED, 0) for _ in client.view.rings]
+        # Ring i reads image i; rings of hints, which come behind them, are no table's lookups.
+        images = client.attached.images
+        self.rings = [RingState(CurveSampler()) for _ in images]
+        self._last = [dict.fromkeys(_COUNTED, 0) for _ in images]
 
     def look(self) -> list[RingLook]:
         """Read what happened since the last look; on the event loop, while the client is there."""

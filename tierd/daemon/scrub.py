@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tierd.config import IoSection
     from tierd.daemon.plane import DataPlane
     from tierd.io.scrub import Finding, Step
+    from tierd.io.store_set import StripedImage
 
 YIELD_S = 0.02  # one look at the pumps
 YIELD_MAX_S = 0.25  # per piece: at least 1 MiB/s is scrubbed, whatever the load
@@ -132,7 +133,7 @@ class Scrubber:
             for served in list(self._plane.images.values())
             for copy in (served.striped, *served.copies)
         ]
-        step = self._scrub.step(images, time.time(), self._before_read)
+        step = self._scrub.step(images, time.time(), self._before_read, self._is_served)
         with self._lock:
             if step is not None:
                 self._findings += step.findings
@@ -141,6 +142,10 @@ class Scrubber:
                     self._finished.append(step.image)
         self._show("running" if step is not None else "resting")
         return step
+
+    def _is_served(self, image: StripedImage) -> bool:
+        served = self._plane.images.get(image.info.image_id)
+        return served is not None and image in (served.striped, *served.copies)
 
     def _show(self, state: str) -> None:
         with self._lock:

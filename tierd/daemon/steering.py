@@ -94,6 +94,8 @@ class Steering:
         clients: by client id.
         fits: read-time models, one a pump.
         decisions: newest first.
+        reads_ms: (pump, channel, ring) -> mean read time, measured between the last looks that
+            saw any.
         frozen: the operator's reason; "" while the climber may move.
         lock: held while any of this changes.
     """
@@ -112,6 +114,7 @@ class Steering:
         self.lock = asyncio.Lock()
         self._last = time.monotonic()
         self._pumps: dict[tuple[int, int, int], tuple[int, int, int]] = {}
+        self.reads_ms: dict[tuple[int, int, int], float] = {}
         self.windows: ProbedWindows | None = None
         self.problem = ""
         self.clients: dict[str, Watched] = {}
@@ -125,8 +128,8 @@ class Steering:
         path = self.settings.windows
         if not path:
             self.problem = (
-                "no windows: set controller.windows to the file that the window probe wrote on "
-                "this GPU with this engine; until then there are no decisions"
+                "no windows: set controller.windows to the probe's file, measured on this GPU with "
+                "this engine; until then there are no decisions; run: tierd probe"
             )
             return
         try:
@@ -162,7 +165,7 @@ class Steering:
         windows, problem = self._windows_of(client, None)
         caches = []
         for cache in client.caches:
-            rings = [ring for ring in cache.ways if ring < len(client.view.rings)]
+            rings = [ring for ring in cache.ways if ring < len(client.attached.images)]
             known = {ring: windows[ring] or 0.0 for ring in rings}
             order = tuple(sorted(rings, key=lambda ring: (known[ring], self._layer(client, ring))))
             state = climber.SplitState.start(tuple(cache.ways[ring] for ring in order))
@@ -209,7 +212,7 @@ class Steering:
             if measured and measured != found:
                 raise WindowsForeignError(
                     f"{self.settings.windows}: measured for {what} {measured}, not {found}: no "
-                    "decisions for this client; measure its windows with the window probe"
+                    "decisions for this client; run: tierd probe"
                 )
 
     # --- in a worker thread ----------------------------------------------------------------------
@@ -230,9 +233,16 @@ class Steering:
         """Feed each pump's model with the mean reads of each ring since the last look."""
         gained: dict[tuple[int, int], dict[int, tuple[float, float]]] = {}
         seen = {}
+        tables = {
+            (one.watch.client.attached.pump, one.watch.client.attached.channel, ring)
+            for one in self.clients.values()
+            for ring in range(len(one.watch.rings))
+        }
         for pump, stats in enumerate(self._plane.stats()):
             for ring in stats["rings"]:
                 key = (pump, ring["channel"], ring["ring"])
+                if key not in tables:
+                    continue
                 now = (ring["requests"], ring["pages"], ring.get("read_ns", 0))
                 seen[key] = now
                 before = self._pumps.get(key, (0, 0, 0))
@@ -240,7 +250,9 @@ class Steering:
                 if requests > 0 and pages > 0 and spent > 0:
                     own = pages / requests, spent / requests / 1e6
                     gained.setdefault((pump, ring["channel"]), {})[ring["ring"]] = own
+                    self.reads_ms[key] = own[1]
         self._pumps = seen
+        self.reads_ms = {key: read for key, read in self.reads_ms.items() if key in seen}
         for (pump, channel), rings in gained.items():
             images = self._images_of(pump, channel)  # rings behind theirs carry hints
             order = [ring for ring in rings if ring < images]
@@ -328,6 +340,11 @@ class Steering:
         self.decisions.appendleft(Remembered(time.time(), action, subject, reason, ways))
         log.info("controller", action=action, subject=subject, reason=reason, ways=list(ways))
         self._catalog.record("controller", subject, action=action, reason=reason, ways=list(ways))
+
+    def read_ms(self, client: AttachedClient, ring: int) -> float | None:
+        """Return a ring's measured read time, None before any."""
+        attached = client.attached
+        return self.reads_ms.get((attached.pump, attached.channel, ring))
 
     # --- the operator ----------------------------------------------------------------------------
 

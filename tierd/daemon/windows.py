@@ -47,7 +47,7 @@ def load_windows(
     return found
 
 
-_HOW = "; measure them here with the window probe (docs/controller.md, Windows)"
+_HOW = "; measure them here; run: tierd probe"
 
 
 def window_ms_of(probed: ProbedWindows, layer: int, batch: int | None, where: str) -> float:

@@ -12,9 +12,11 @@ in its graphs. Once attached, the engine outlives its daemons: see gpu/keeper.py
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from tierd.errors import AttachError
@@ -24,7 +26,7 @@ from tierd.gpu.keeper import Keeper
 from tierd.gpu.link import Link
 from tierd.gpu.tables import TableOptions, by_names, move_quotas
 from tierd.gpu.twin_tables import TableClient, make_twins
-from tierd.io import _core, samples, wire
+from tierd.io import _core, samples, seen, wire
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from tierd.gpu.audit import Audit, ImageRows, RowJudge
     from tierd.gpu.tables import Table
     from tierd.types import ImageInfo
+
+log = logging.getLogger("tierd")
 
 DEFAULT_SOCKET = "/run/tierd/engine.sock"
 IMAGES_MAX = 64  # one ring each; a table number has 6 bits
@@ -53,9 +57,9 @@ class Client:
         self._channel = channel
         self._images = tuple(images)
         self._tables = tables
-        self._hints: dict[str, HintRing] = {}
         self._pid = os.getpid()
         self._recorder: tracing.Recorder | None = None
+        self._hints: dict[str, HintRing] = {}
         # Also when the engine ends without a close: the daemon then knows that it was no accident.
         self._finalizer = weakref.finalize(self, keeper.close)
 
@@ -137,19 +141,15 @@ class Client:
         options: TableOptions,
         device: torch.device | None,
     ) -> Self:
-        flags = int(_core.protocol.RING_FLAG_GUARDED)
-        if device is not None:
-            flags |= int(_core.protocol.RING_FLAG_GPU)
-        rings = [(rows_max, arena_pages, number, flags) for number in range(len(images))]
-        if options.hint_pages:
-            listed, flag = hint_rows(options.hint_pages), int(_core.protocol.RING_FLAG_HINT)
-            rings += [(listed, options.hint_pages, n, flag) for n in range(len(images))]
-        try:
-            channel = _core.Channel(
-                rank=rank, world=world, client_id=uuid.uuid4().bytes, rings=rings
-            )
-        except (ValueError, OSError) as error:
-            raise AttachError(f"no channel of {len(rings)} rings can be made: {error}") from None
+        channel = _make_channel(
+            len(images),
+            rank=rank,
+            world=world,
+            rows_max=rows_max,
+            arena_pages=arena_pages,
+            options=options,
+            on_gpu=device is not None,
+        )
         if options.sample_rate is not None:
             _set_sample_rate(channel, options.sample_rate)
         request = {
@@ -177,17 +177,18 @@ class Client:
             if isinstance(table, TableClient):  # a GPU rings no pump
                 keeper.on_rewake(table.rewaker())
         client = cls(keeper, channel, images, tables)
-        client._add_hints(link, options.hint_pages)
         client.record(tracing.recorder(images, engine))
+        _skip_unseen(client, link.lossy)
+        if options.hint_pages:
+            client._open_hints(link.wake_fd, options.hint_pages)
         return client
 
-    def _add_hints(self, link: Link, pages: int) -> None:
-        """Bind the hint rings, which follow the images' rings in the channel."""
-        for number, image in enumerate(self._images if pages else ()):
+    def _open_hints(self, wake_fd: int, pages: int) -> None:
+        for number, image in enumerate(self._images):
             hints = HintRing(
                 self._channel,
                 len(self._images) + number,
-                link.wake_fd,
+                wake_fd,
                 rows=image.table.rows,
                 per_page=image.rows_per_page,
                 pages=pages,
@@ -269,9 +270,9 @@ class Client:
         """
         for table in self._tables.values():
             table.close()
-        self._hints.clear()
         if self._recorder is not None and os.getpid() == self._pid:
             self._recorder.close()
+        self._hints.clear()
         self._finalizer()
         self._channel = None  # its memory goes now, not when this object does
 
@@ -280,6 +281,41 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _make_channel(
+    images: int,
+    *,
+    rank: int,
+    world: int,
+    rows_max: int,
+    arena_pages: int,
+    options: TableOptions,
+    on_gpu: bool,
+) -> Any:
+    """Make a channel with a ring an image and, with hints, as many rings for those."""
+    flags = int(_core.protocol.RING_FLAG_GUARDED)
+    if on_gpu:
+        flags |= int(_core.protocol.RING_FLAG_GPU)
+    rings = [(rows_max, arena_pages, number, flags) for number in range(images)]
+    if options.hint_pages:
+        listed, flag = hint_rows(options.hint_pages), int(_core.protocol.RING_FLAG_HINT)
+        rings += [(listed, options.hint_pages, number, flag) for number in range(images)]
+    try:
+        return _core.Channel(rank=rank, world=world, client_id=uuid.uuid4().bytes, rings=rings)
+    except (ValueError, OSError) as error:
+        raise AttachError(f"no channel of {len(rings)} rings can be made: {error}") from None
+
+
+def _skip_unseen(client: Client, lossy: dict[str, str]) -> None:
+    """Let the twins leave out what the daemon's operator wants left out; GPU tables stay exact."""
+    for image in client.attached:
+        path = lossy.get(f"{image.image_id:016x}")
+        table = client.table(image.name)
+        if path is None or not isinstance(table, TableClient):
+            continue
+        table.skip_unseen(seen.load(Path(path)).bits)
+        log.warning("LOSSY: rows of %s that no trace saw are zero (%s)", image.name, path)
 
 
 def list_images(

@@ -54,6 +54,7 @@ class Link:
         self.device_fds: list[int] = []
         self.devices: dict[str, str] = {}  # uuid -> path
         self.map: dict[str, Any] = {}
+        self.lossy: dict[str, str] = {}  # image id in hex -> path of its seen-set
         self.dram: dict[int, tuple[int, int]] = {}
 
     @classmethod
@@ -118,6 +119,7 @@ class Link:
         finally:
             os.close(map_fd)
         self.client_id = str(answer.get("client", ""))
+        self.lossy = {str(image): str(path) for image, path in answer.get("lossy", {}).items()}
 
     def detach(self) -> None:
         """Detach if the daemon still lives; it drops a closed socket's client anyway."""

@@ -9,11 +9,13 @@ import numpy as np
 
 from tierd.errors import RowError
 from tierd.gpu import caches
-from tierd.io import _core
+from tierd.io import _core, seen
 from tierd.types import RowFormat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+
+    from numpy.typing import NDArray
 
     from tierd.gpu.audit import Audit
     from tierd.gpu.tables import TableOptions
@@ -28,6 +30,7 @@ class TableClient:
         info: the image it reads.
         quota: ways of each set of the cache that it may hold.
         recorder: notes every kick; None: nobody does.
+        skipped: lookups of rows that lossy skipping left out.
     """
 
     def __init__(
@@ -36,6 +39,8 @@ class TableClient:
         self.info = info
         self.quota = quota
         self.recorder: Recorder | None = None
+        self.skipped = 0
+        self._seen: NDArray[np.uint8] | None = None
         self._twin = twin
         self._device = device
         self._audit = audit
@@ -61,7 +66,7 @@ class TableClient:
             RowError: an earlier request that was in the way failed.
         """
         with self._explained():
-            self._open().kick(ids)
+            self._open().kick(ids if self._seen is None else self._wanted(self._seen, ids))
         if self.recorder is not None:
             self.recorder.note(self.info, ids)
 
@@ -77,10 +82,37 @@ class TableClient:
             IndexError: an id is outside the table.
             RowError: a row could not be read, or is not what was staged. ``out`` is undefined.
         """
+        if self._seen is not None:
+            self._gather_wanted(self._seen, ids, out)
+            return
         with self._explained():
             self._open().gather(ids, out)
         if self._audit is not None:
             self._audit.observe(ids, out)
+
+    def skip_unseen(self, bits: NDArray[np.uint8]) -> None:
+        """Leave out, from now on, rows that a seen-set does not have: they are zero, not read.
+
+        The audit ends with it: rows then differ from the image on purpose.
+        """
+        self._seen = bits
+
+    @staticmethod
+    def _wanted(bits: NDArray[np.uint8], ids: Any) -> NDArray[np.int64]:
+        rows = np.asarray(ids, np.int64).reshape(-1)
+        return rows[seen.is_wanted(bits, rows)]
+
+    def _gather_wanted(self, bits: NDArray[np.uint8], ids: Any, out: Any) -> None:
+        rows = np.asarray(ids, np.int64).reshape(-1)
+        wanted = seen.is_wanted(bits, rows)
+        target = out if isinstance(out, np.ndarray) else _memory_of(out, raw=self.raw)
+        flat = target.reshape(len(rows), -1)
+        found = np.empty((int(wanted.sum()), flat.shape[1]), flat.dtype)
+        with self._explained():
+            self._open().gather(rows[wanted], found)
+        flat[wanted] = found
+        flat[~wanted] = 0
+        self.skipped += len(rows) - len(found)
 
     def warm(self, ids: Any) -> None:
         """Bring rows into the cache without using them; comes not between kick and gather.
@@ -89,6 +121,8 @@ class TableClient:
             IndexError, RowError: as :meth:`gather`.
         """
         numbers = np.asarray(ids)
+        if self._seen is not None:
+            numbers = self._wanted(self._seen, numbers)
         spec = self.info.table
         out = np.empty((*numbers.shape, spec.dim), np.uint8 if self.raw else np.uint16)
         with self._explained():
@@ -125,6 +159,13 @@ class TableClient:
         if self._twin is None:
             raise RowError(f"{self.info.name}: the client has been closed")
         return self._twin
+
+
+def _memory_of(out: Any, *, raw: bool) -> NDArray[Any]:
+    """Return a tensor's memory as numpy, which has no bf16: its bits."""
+    import torch  # noqa: PLC0415 - who passes a tensor has it
+
+    return np.asarray((out if raw else out.view(torch.int16)).numpy())
 
 
 def make_twins(

@@ -57,6 +57,8 @@ def resolve(name: str) -> str:
         )
     if not paths:
         others = ", ".join(f"{device.path} is {device.uuid}" for device in found) or "there is none"
+        if closed := [path for path in _block_paths() if not os.access(path, os.R_OK)]:
+            others += f"; this user may not open {', '.join(closed[:8])}"
         raise DeviceMissingError(
             f"no block device here is device {wanted} ({others}); attach it, or name the right "
             "one; run: tierd devices list"
@@ -66,8 +68,7 @@ def resolve(name: str) -> str:
 
 def scan() -> list[Found]:
     """Every block device that bears a whole root, by path; those that cannot be read are not."""
-    paths = sorted(f"/dev/{entry.replace('!', '/')}" for entry in _block_names())
-    found = [(path, uuid_of(path)) for path in paths[:_LOOKED_AT_MAX]]
+    found = [(path, uuid_of(path)) for path in _block_paths()[:_LOOKED_AT_MAX]]
     return [Found(path, ident) for path, ident in found if ident is not None]
 
 
@@ -78,6 +79,11 @@ def uuid_of(path: str) -> str | None:
             return superblock.peek_uuid(device)
     except DeviceError:
         return None
+
+
+def _block_paths() -> list[str]:
+    paths = (f"/dev/{entry.replace('!', '/')}" for entry in _block_names())
+    return sorted(path for path in paths if os.path.exists(path))
 
 
 def _block_names() -> Iterable[str]:

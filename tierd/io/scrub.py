@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 PIECE_PAGES = 64  # read at a time, so that a row that is wanted waits for 256 KiB at most
 BAD_PAGES_KEPT = 64  # of each image, by number; the rest is counted
+_LOOKS = 2  # at a block in which something is wrong: a read may bring something else once
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -49,6 +50,7 @@ class Step:
     """What one step did.
 
     Attributes:
+        image: its name; empty if it was found that nothing of the pass is left.
         pages: read.
         findings: in them.
         image_done: the image was finished with this step.
@@ -136,6 +138,7 @@ class Scrub:
         images: Iterable[StripedImage],
         now: float,
         before_read: Callable[[int], None] | None = None,
+        still_there: Callable[[StripedImage], bool] = lambda _: True,
     ) -> Step | None:
         """Read and judge one block; None if there is no image to read.
 
@@ -143,19 +146,27 @@ class Scrub:
             images: those that are there now, whole ones.
             now: Unix time.
             before_read: called with the number of pages before each read of at most PIECE_PAGES.
+            still_there: whether an image is; asked before anything is said against it, since its
+                room may have been given up, and used again, while it was read.
         """
         by_key = {_key(image): image for image in images}
         image = self._current(by_key)
         if image is None:
-            return None
+            # What was left of the pass may have been deleted: then this is its end.
+            return self._end_pass("", 0, (), now) if by_key else None
         if self._walk is None or self._walk[0] != self._key:
             reader = PageReader(image)
             self._walk = (self._key, reader, BlockBuffers(reader.geometry))
         _, reader, buffers = self._walk
         first = self.next_page
-        faults, block = reader.check_block(
-            buffers, first, piece_pages=PIECE_PAGES, before_read=before_read
-        )
+        for _ in range(_LOOKS):
+            faults, block = reader.check_block(
+                buffers, first, piece_pages=PIECE_PAGES, before_read=before_read
+            )
+            if not faults.any():
+                break
+        if faults.any() and not still_there(image):
+            return Step(image.name, faults.size, (), image_done=False, pass_done=False)
         self._digests += block
         self.next_page += faults.size
         found = [
@@ -170,10 +181,14 @@ class Scrub:
             found += self._finish(image)
         pass_done = image_done and set(self.done) >= by_key.keys()
         if pass_done:
-            self.done.clear()
-            self.passes += 1
-            self.finished_at = now
+            return self._end_pass(image.name, faults.size, tuple(found), now)
         return Step(image.name, faults.size, tuple(found), image_done, pass_done)
+
+    def _end_pass(self, name: str, pages: int, found: tuple[Finding, ...], now: float) -> Step:
+        self.done.clear()
+        self.passes += 1
+        self.finished_at = now
+        return Step(name, pages, found, bool(name), pass_done=True)
 
     def _current(self, by_key: dict[str, StripedImage]) -> StripedImage | None:
         """The image that is being read, or the next one of this pass."""

@@ -63,6 +63,9 @@ class Store:
         self.note = loaded.note
         self._root = loaded.root
         self._table = loaded.table
+        # A damaged root may have been the newest, and have given out the next generation of any of
+        # these: none is counted on from, and the next commit drops them.
+        self._doubted = frozenset(loaded.table.identities.values() if loaded.note else ())
         self._highest = loaded.highest_sequence
         self._areas = Areas.of(loaded.root.device_bytes)
         self._pending: list[Extent] = []
@@ -443,7 +446,7 @@ class Store:
 
     def _next_identity(self, name: str) -> Identity:
         known = self._table.identities.get(name)
-        if known is None or known.generation >= _GENERATION_MAX:
+        if known is None or known in self._doubted or known.generation >= _GENERATION_MAX:
             return Identity(secrets.randbits(64), 1)
         return Identity(known.image_id, known.generation + 1)
 
@@ -451,6 +454,8 @@ class Store:
         """Write a changed extent table and the root that names it."""
         self._require_writable()
         table = dataclasses.replace(self._table, **changes)
+        kept = {n: given for n, given in table.identities.items() if given not in self._doubted}
+        table = dataclasses.replace(table, identities=kept)
         sequence = max(self._highest, self._root.sequence) + 1
         data = table.pack(self._root.uuid, sequence)
         if len(data) > self._areas.table_bytes:

@@ -161,7 +161,8 @@ class Loaded:
 
     Attributes:
         highest_sequence: of any whole root, valid or not; the next commit goes beyond it.
-        note: what was wrong with the root that was not used; empty if nothing was.
+        note: what was wrong with a root or table, even if it was right at another look; empty if
+            nothing was.
     """
 
     root: Root
@@ -194,12 +195,13 @@ def load(device: Device) -> Loaded | None:
                 "formatted: it shrank, or was copied in part; restore its size or format it anew; "
                 f"run: lsblk -b {device.path}"
             )
-        table = _find_table(device, root)
-        if isinstance(table, ExtentTable):
+        table, fault = _find_table(device, root)
+        if fault:
+            faults.append(f"extent table of root {'AB'[root.slot]}: {fault}")
+        if table is not None:
             odd = [fault for fault in faults if not fault.endswith(_NO_ROOT)]
             note = "; ".join(odd if root.sequence == 1 else faults)
             return Loaded(root, table, highest, note)
-        faults.append(f"extent table of root {'AB'[root.slot]}: {table}")
     if not candidates and not _was_formatted(device, faults):
         return None
     raise DeviceDamagedError(
@@ -272,13 +274,15 @@ def _read_root(device: Device, slot: int) -> Root | str:
         return f"unreadable ({error})"
 
 
-def _find_table(device: Device, root: Root) -> ExtentTable | str:
-    found: ExtentTable | str = ""
+def _find_table(device: Device, root: Root) -> tuple[ExtentTable | None, str]:
+    """Return a root's table if one of a few looks finds it, and what was wrong if any."""
+    fault = ""
     for _ in range(_READS):
         found = _read_table(device, root)
         if isinstance(found, ExtentTable):
-            break
-    return found
+            return found, fault
+        fault = found
+    return None, fault
 
 
 def _read_table(device: Device, root: Root) -> ExtentTable | str:

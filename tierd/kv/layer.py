@@ -54,7 +54,7 @@ class Tables:
             return torch.full(size, value, dtype=torch.int32, device=device)
 
         return cls(
-            pages=full(rows, blocks_max + LOCAL, value=EMPTY),
+            pages=full(rows, max(blocks_max + LOCAL, budget.slots), value=EMPTY),
             host=full(rows, blocks_max, value=EMPTY),
             owner=full(rows, blocks_max, 2),
             length=full(rows),

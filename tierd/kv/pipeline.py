@@ -10,6 +10,11 @@ Two of these events are the contract with the engine: `attended` lets transfers 
 `moved` lets the next step's attention read them (section 4.2.2). The others order the background
 within itself. Nothing waits for a whole step: a layer waits for its own transfer only.
 
+Steps are replayed graphs. Either each half of a layer and each stage is a graph of its own, between
+real events: layers then wait for their own transfers only. Or one graph holds a whole step, its
+background joined at the end: that hides nothing across steps, but a small batch, whose steps are
+shorter than some 250 launches, is better off.
+
 What the background of step t reads of the tables must not change under it while step t+1 has
 begun, so lengths and the step counter exist twice, for even and odd steps (`Steps`).
 """
@@ -64,28 +69,37 @@ class Background:
         work: per layer, the three stages as callables; a replayed graph each, or the kernels.
     """
 
-    def __init__(self, device: torch.device, work: list[tuple[Work, Work, Work]]) -> None:
+    def __init__(
+        self, device: torch.device, work: list[tuple[Work, Work, Work]], *, one_graph: bool = False
+    ) -> None:
         """Make streams and events.
 
         Args:
             device: the engine's GPU.
             work: per layer: predict, select, move (see `stages`).
+            one_graph: it is captured into the engine's own graph; `join` ends each step.
         """
         self.work = work
+        self._one_graph = one_graph
+        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._measure = False
         # Low priority: a free multiprocessor goes to the engine's own kernels first.
         self.predict, self.select, self.move = (
             torch.cuda.Stream(device, priority=0) for _ in range(3)
         )
         self._events = [_Events(*(torch.cuda.Event() for _ in range(5))) for _ in range(len(work))]
-        for event in self._events:
-            event.moved.record(self.move)
+        if not one_graph:
+            for event in self._events:
+                event.moved.record(self.move)
 
     def ready(self, layer: int, stream: torch.cuda.Stream) -> None:
         """The layer's queries exist on `stream`: predict and select behind it."""
         events, work = self._events[layer], self.work[layer]
         events.ready.record(stream)
         self.predict.wait_event(events.ready)
-        self.predict.wait_event(events.moved)  # its scores and maps are the last step's till then
+        if not self._one_graph:
+            # Its scores and its map are the last step's until then.
+            self.predict.wait_event(events.moved)
         with torch.cuda.stream(self.predict):
             work[0]()
         events.predicted.record(self.predict)
@@ -96,7 +110,26 @@ class Background:
 
     def await_moved(self, layer: int, stream: torch.cuda.Stream) -> None:
         """Let `stream` wait until the last step's transfer of this layer is done."""
-        stream.wait_event(self._events[layer].moved)
+        if self._one_graph:
+            return
+        if self._measure:
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record(stream)
+            stream.wait_event(self._events[layer].moved)
+            after.record(stream)
+            self._waits.append((before, after))
+        else:
+            stream.wait_event(self._events[layer].moved)
+
+    def measure(self, on: bool) -> None:
+        """Time the waits of the steps that follow; two more events a layer."""
+        self._measure = on
+        self._waits.clear()
+
+    def stall_ms(self) -> float:
+        """Return how long the engine's stream waited for transfers since `measure`."""
+        torch.cuda.synchronize()
+        return float(sum(before.elapsed_time(after) for before, after in self._waits))
 
     def attended(self, layer: int, stream: torch.cuda.Stream) -> None:
         """The layer's attention is on `stream`: behind it, pages may change."""
@@ -107,6 +140,11 @@ class Background:
         with torch.cuda.stream(self.move):
             self.work[layer][2]()
         events.moved.record(self.move)
+
+    def join(self, stream: torch.cuda.Stream) -> None:
+        """Let `stream` wait for everything behind it: the end of a step that is one graph."""
+        for behind in (self.predict, self.select, self.move):
+            stream.wait_stream(behind)
 
 
 def stages(

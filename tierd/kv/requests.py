@@ -103,6 +103,8 @@ class Requests:
 
     Attributes:
         rows: requests by row.
+        waits: times that a request found no page and had to wait.
+        preemptions: requests that gave their HBM up.
     """
 
     def __init__(
@@ -119,6 +121,8 @@ class Requests:
             host_pages, "host pages", "the request waits; kv.pool_bytes or its lease is too small"
         )
         self._numbers = 0
+        self.waits = 0
+        self.preemptions = 0
 
     def admit(self) -> int:
         """Give a new request a row.
@@ -142,11 +146,13 @@ class Requests:
         blocks = self.shape.blocks(request.length + tokens)
         more_gpu = 0 if request.sparse else max(0, blocks - len(request.gpu))
         more_host = max(0, blocks - len(request.host))
-        gpu = self.gpu.take(more_gpu)
+        gpu: list[int] = []
         try:
+            gpu = self.gpu.take(more_gpu)
             host = self.host.take(more_host)
         except KvPoolFullError:
             self.gpu.drop(gpu)
+            self.waits += 1
             raise
         request.gpu += gpu
         request.host += host
@@ -248,6 +254,7 @@ class Requests:
         The incomplete last blocks are copied out too, under the same headers.
         """
         request = self.rows.pop(row)
+        self.preemptions += 1
         for layer in self.layers:
             first = int(layer.landed[row].min())
             for block in range(first, self.shape.blocks(request.length)):

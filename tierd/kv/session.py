@@ -12,6 +12,7 @@ batch have the same length here; they turn sparse on their own.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +25,7 @@ from tierd.kv.layer import LayerState, Tables
 from tierd.kv.ops import ops_for
 from tierd.kv.pool import KvPool
 from tierd.kv.requests import Requests
-from tierd.kv.shape import LOCAL
+from tierd.kv.shape import LOCAL, StepBudget
 
 if TYPE_CHECKING:
     from tierd.kv.shape import Budget, KvShape
@@ -41,6 +42,7 @@ class Session:
     def __init__(
         self, shape: KvShape, budget: Budget, *, rows: int, context: int, threshold: int,
         device: torch.device | str = "cpu", view: PoolView | None = None, judge: bool = False,
+        link_bytes_s: float | None = None,
     ) -> None:  # fmt: skip
         """Allocate HBM for dense requests up to the threshold and working sets beyond it.
 
@@ -53,6 +55,7 @@ class Session:
             device: where the layers run.
             view: the lease in the host pool; a private one is made without.
             judge: compare predicted sets with the exact ones and count both (costs a scan).
+            link_bytes_s: what the link to host memory moves; the cap then follows the steps' time.
         """
         self.shape, self.budget, self.threshold = shape, budget, threshold
         self.device = torch.device(device)
@@ -69,6 +72,8 @@ class Session:
         self.requests = Requests(shape, budget, self.tables, self.layers, pages)
         self.judge = judge
         self.length = 0
+        self._gate = StepBudget(shape, budget, link_bytes_s) if link_bytes_s else None
+        self._began = 0.0
         self._queries = 0
         self._fresh: set[int] = set()
         self._predicted: list[torch.Tensor | None] = [None] * shape.layers
@@ -100,6 +105,10 @@ class Session:
             KvPoolFullError: a pool has no page for them; nothing has changed.
             KvUnsupportedError: another batch than the one under way.
         """
+        if batch > self.tables.rows:
+            raise KvUnsupportedError(
+                f"a batch of {batch}; the session was made for {self.tables.rows} (rows)"
+            )
         if not self.requests.rows and self.length == 0:
             for _ in range(batch):
                 self.requests.admit()
@@ -111,6 +120,7 @@ class Session:
         for row in self.requests.rows:
             self.requests.grow(row, queries)
         self._queries = queries
+        self._began = time.perf_counter()
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -142,8 +152,11 @@ class Session:
         self.ops.select(state, self.tables)
         if self.judge:
             self._predicted[layer] = self._set(state)
+        moving = time.perf_counter_ns()
         self.ops.write_back(state, self.tables)
         self.ops.transfer(state, self.tables)
+        if self.device.type == "cpu":  # nothing runs beside it: all of it is waiting
+            self.view.count(stall_ns=time.perf_counter_ns() - moving)
         return out[: len(self.requests.rows)]
 
     def _in_rows(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -198,7 +211,11 @@ class Session:
         for row in self.requests.rows:
             self.requests.advance(row, self._queries)
         self.tables.step += 1
-        self._report()
+        sparse = sum(request.sparse for request in self.requests.rows.values())
+        if self._gate is not None and self._queries <= self.queries_max:
+            self._gate.observe(time.perf_counter() - self._began)
+            self.tables.admit.fill_(self._gate.admit(sparse))
+        self._report(sparse)
 
     def crop(self, length: int) -> None:
         """Take back the tokens from `length` on: drafts that were rejected.
@@ -244,11 +261,10 @@ class Session:
             exact = self._set(state)
             self.view.count(judged=int(exact.sum()), agreed=int((exact & predicted).sum()))
 
-    def _report(self) -> None:
+    def _report(self, sparse: int) -> None:
         """Bring the pool's counters, which the daemon shows, up to date."""
         total = torch.stack([state.counters for state in self.layers]).sum(0).tolist()
         entry = self.shape.entry_bytes
-        sparse = sum(request.sparse for request in self.requests.rows.values())
         self.view.count(steps=1)
         self.view.set(
             bytes=total[places.C_ADMITTED] * entry, bytes_written=total[places.C_WRITTEN] * entry,
@@ -256,4 +272,5 @@ class Session:
             wanted=total[places.C_WANTED], hit=total[places.C_HIT],
             wrong_owner=total[places.C_WRONG_OWNER], requests=len(self.requests.rows),
             sparse_requests=sparse, pages_used=self.pool.pages - self.requests.host.free,
+            waits=self.requests.waits, preemptions=self.requests.preemptions,
         )  # fmt: skip

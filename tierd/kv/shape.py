@@ -137,3 +137,27 @@ def cap_that_hides(
     entries = step_bytes(link_bytes_s, step_s) / shape.entry_bytes
     per_head = int(entries // (shape.layers * shape.kv_heads * requests))
     return max(min(per_head, budget.admitted), min(1, budget.admitted))
+
+
+class StepBudget:
+    """Keeps each step's transfers within what the link moves behind it.
+
+    Step times are smoothed, so that one slow step (a prefill among decodes) does not open the gate.
+    """
+
+    SMOOTHING = 0.1
+
+    def __init__(self, shape: KvShape, budget: Budget, link_bytes_s: float) -> None:
+        self._shape, self._budget, self._link = shape, budget, link_bytes_s
+        self._step_s = 0.0
+
+    def observe(self, step_s: float) -> None:
+        """Take a step's time into account."""
+        first = self._step_s == 0.0
+        self._step_s += (1.0 if first else self.SMOOTHING) * (step_s - self._step_s)
+
+    def admit(self, requests: int) -> int:
+        """Return the blocks that each head of so many sparse requests may admit now."""
+        if self._step_s == 0.0:
+            return self._budget.admitted
+        return cap_that_hides(self._shape, requests, self._link, self._step_s, self._budget)

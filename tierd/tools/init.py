@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import grp
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PAGE_BYTES = 4096
+ADMIN_GROUP = "tierd-admin"  # systemd/tierd.sysusers.conf makes it
 METRICS_LISTEN = "127.0.0.1:9469"
 MODE = 0o644
 
@@ -69,6 +72,9 @@ def plan(checkpoint: Path | None, devices: Sequence[str]) -> Plan:
         "devices.paths": (paths, f"{size(room)} in all"),
         "metrics.listen": (METRICS_LISTEN, "for Prometheus on this machine; read-only"),
     }
+    with contextlib.suppress(KeyError):
+        grp.getgrnam(ADMIN_GROUP)
+        chosen["api.admin_group"] = (ADMIN_GROUP, "its members may change things over REST")
     need = _need(checkpoint, notes) if checkpoint is not None else 0
     if need > room:
         notes.append(

@@ -92,7 +92,18 @@ def show_explained(state: dict[str, Any]) -> None:
 
 def _tables(tables: list[dict[str, Any]]) -> Table:
     grid = Table(box=None, pad_edge=False)
-    names = ("TABLE", "WINDOW", "WAYS", "ADVISED", "HITS", "PREDICTED", "PAGES", "READ", "STALL")
+    names = (
+        "TABLE",
+        "WINDOW",
+        "WAYS",
+        "ADVISED",
+        "HITS",
+        "PREDICTED",
+        "PAGES",
+        "READ",
+        "PREDICTED",
+        "STALL",
+    )
     for name in names:
         grid.add_column(name, justify="left" if name == "TABLE" else "right")
 
@@ -108,6 +119,7 @@ def _tables(tables: list[dict[str, Any]]) -> Table:
             number(one["hit_ratio"], ".1%"),
             number(one["predicted_hit_ratio"], ".1%"),
             number(one["pages"], ".1f"),
+            number(one["read_ms"], ".2f", " ms"),
             number(one["predicted_read_ms"], ".2f", " ms"),
             number(one["stall_ms"], ".3f", " ms"),
         )

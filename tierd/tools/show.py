@@ -40,6 +40,11 @@ def status(
     head = (
         f"{state['name']} {state['version']}, pid {state['pid']}, up {duration(state['uptime_s'])}"
     )
+    for one in state["lossy"]:
+        console.print(
+            f"LOSSY: {one['image']}: rows that no trace saw ({1 - one['seen_share']:.1%} of the "
+            f"table) are served as zero: {one['seen_set']}"
+        )
     console.print(head)
     for device in state["devices"]:
         direct = "direct" if device["direct"] else f"not direct: {device['direct_reason']}"

@@ -14,9 +14,9 @@ from tierd.controller import split as climber
 from tierd.controller.curves import MissCurve
 from tierd.controller.distances import stack_distances
 from tierd.controller.load import NodeLoad, TableLoad, from_pages
-from tierd.controller.seen import empty, mark, share
 from tierd.errors import QuotaError, TraceError, TraceModelError
 from tierd.gpu.tracing import VARIABLE
+from tierd.io.seen import empty, mark, share
 from tierd.io.tracefile import Trace, read_trace
 from tierd.tools import policies
 from tierd.types import SeenSet

@@ -11,10 +11,9 @@ from rich.table import Table
 from tierd.controller.load import NodeLoad, TableLoad, predict
 from tierd.controller.readtime import PAPER_DISK
 from tierd.daemon.windows import load_windows, window_ms_of
-from tierd.errors import TraceError, WindowsMissingError
+from tierd.errors import WindowsMissingError
 from tierd.tools import plots as drawing
 from tierd.tools.trace import curve_of
-from tierd.types import SeenSet
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
     from tierd.io.tracefile import Trace
 
-__all__ = ["PAPER_DISK", "load_seen", "plots", "save_seen", "show", "windows_of"]
+__all__ = ["PAPER_DISK", "plots", "show", "windows_of"]
 
 
 def windows_of(
@@ -118,38 +117,3 @@ def show(found: dict[str, Any]) -> None:
             console.print(f"  {one['ways']}: +{one['growth_ms']:.3f} ms a step (reads {reads} ms)")
     for path in found.get("plots", []):
         console.print(path)
-
-
-def save_seen(made: SeenSet, path: Path) -> None:
-    """Write a seen-set (numpy's npz).
-
-    Raises:
-        TraceError: the file cannot be written.
-    """
-    try:
-        with path.open("wb") as file:
-            np.savez_compressed(
-                file, bits=made.bits, model=made.model, table=made.table, rows=made.rows,
-                fingerprint=made.fingerprint, lookups=made.lookups, share=made.share,
-            )  # fmt: skip
-    except OSError as error:
-        raise TraceError(f"{path}: cannot be written: {error.strerror}") from None
-
-
-def load_seen(path: Path) -> SeenSet:
-    """Read a seen-set.
-
-    Raises:
-        TraceError: no such file, or not a seen-set.
-    """
-    try:
-        with np.load(path) as data:
-            rows, bits = int(data["rows"]), data["bits"].astype(np.uint8)
-            if len(bits) != -(-rows // 8):
-                raise ValueError("its bits are not as many as its rows")
-            return SeenSet(
-                str(data["model"]), str(data["table"]), rows, str(data["fingerprint"]),
-                int(data["lookups"]), float(data["share"]), bits,
-            )  # fmt: skip
-    except (OSError, ValueError, KeyError) as error:
-        raise TraceError(f"{path}: not a seen-set: {error}; run: tierd trace seen") from None

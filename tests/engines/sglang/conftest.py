@@ -50,7 +50,7 @@ class Scenarios:
         self._found: dict[str, Any] = {}
 
     def start(self, scenario: str) -> None:
-        switch = {} if scenario == "refused" else {"TIERD": "1"}
+        switch = {} if scenario == "refused" else {"TIERD": "1", "TIERD_EARLY_KICK": "1"}
         self._running[scenario] = engines.Process(
             self._release,
             "tests.engines.sglang.engine",

@@ -81,6 +81,7 @@ def served_engram() -> dict[str, Any]:
     for tokens, batch in batches(config):
         for a, b in zip(mine(tokens, batch), theirs(tokens, batch), strict=True):
             outputs_differing += models.differing_rows(a, b)
+    early = early_kick(config, mine, theirs)
     pairs = list(zip(seen[0], seen[1], strict=True))
     stats = [layer["engram"].embed.tierd.stats() for layer in mine.layers.values()]
     return {
@@ -91,7 +92,37 @@ def served_engram() -> dict[str, Any]:
         "parameters of the table": sum("embed." in name for name, _ in mine.named_parameters()),
         "demands": sum(one["demands"] for one in stats),
         "hits": sum(one["hits"] for one in stats),
+        **early,
         "histories": bool((mine.engram_hasher.history == theirs.engram_hasher.history).all()),
+    }
+
+
+def early_kick(config: Any, mine: Any, theirs: Any) -> dict[str, Any]:
+    """Sample, then run the step that follows: it finds its rows read, or on their way."""
+    from sglang.srt.model_executor.model_runner_components.ngram_embedding_manager import (
+        NgramEmbeddingManager,
+    )
+
+    manager = NgramEmbeddingManager(
+        enabled=False, table=None, n=0, engram_hasher=mine.engram_hasher
+    )
+    sampled = models.decode([1, 3], [700, 750])
+    sampled.seq_lens = torch.tensor([701, 751])
+    sampled.ngram_embedding_info = None
+    tokens = torch.tensor([77_777, 11_111])
+    table = mine.layers["1"]["engram"].embed.tierd
+    misses = [table.stats()["misses"]]
+    history = mine.engram_hasher.history.clone()
+    manager.update_after_decode(next_token_ids=tokens, forward_batch=sampled)
+    unchanged = bool((history == mine.engram_hasher.history).all())
+    misses.append(table.stats()["misses"])
+    for model in (mine, theirs):
+        model(tokens, models.decode([1, 3], [701, 751]))
+    misses.append(table.stats()["misses"])
+    del config
+    return {
+        "early misses": [misses[1] - misses[0], misses[2] - misses[1]],
+        "history kept": unchanged,
     }
 
 

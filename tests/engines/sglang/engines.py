@@ -12,7 +12,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[3]
 HOME = ROOT / ".venv-sglang"
 RELEASES = ("0.5.22", "0.5.23")
-TIMEOUT_S = 400
+TIMEOUT_S = 900
 
 
 def python_of(release: str) -> Path:

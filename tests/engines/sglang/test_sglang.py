@@ -49,6 +49,14 @@ def test_rows_are_kicked_by_the_hasher(scenarios: Scenarios) -> None:
     assert engram["histories"] is True
 
 
+def test_a_kick_after_sampling_reads_what_the_next_step_needs(scenarios: Scenarios) -> None:
+    engram = scenarios["served"]["engram"]
+    first, second = engram["early misses"]
+    assert first > 0
+    assert second == 0
+    assert engram["history kept"] is True
+
+
 def test_every_rank_of_a_sharded_table_has_its_rows(scenarios: Scenarios) -> None:
     """In 2 ranks (whole hash columns in 0.5.23) and 5 (equal rows); staged once for all."""
     found = scenarios["sharded"]

@@ -8,7 +8,7 @@ before anybody can have copied a name out of them, and only in processes that im
 
 - ``guards`` says what must hold of the engine, its settings and its environment;
 - ``tables`` finds and attaches this rank's tables;
-- ``engram`` and ``ple`` replace the classes that hold a table;
+- ``engram`` and ``ple`` replace the classes that hold a table; ``early`` kicks after sampling;
 - ``loaded`` looks at the model once it is loaded;
 - ``check`` does all that can be done without starting the engine.
 """

@@ -21,6 +21,7 @@ MODULES = {
     plugin.ENGRAM_MODULE: guards.ENGRAM,
     plugin.PLE_MODULE: guards.PLE,
     plugin.RUNNER_MODULE: guards.RUNNER,
+    plugin.MANAGER_MODULE: guards.MANAGER,
 }
 
 

@@ -65,6 +65,7 @@ def _subclass(stock: type[nn.Module]) -> type[nn.Module]:
             self, num_embeddings: int, dim: int, layer_id: int, *args: Any, **kwargs: Any
         ) -> None:
             with or_exit():
+                tables.require_published()
                 device = torch.empty(0).device
                 with rows.TablesOnMeta():
                     super().__init__(num_embeddings, dim, layer_id, *args, **kwargs)
@@ -96,8 +97,7 @@ def _subclass(stock: type[nn.Module]) -> type[nn.Module]:
             """Rows of ``indices`` that this rank owns, zero for the rest; bf16 [..., dim]."""
             out = torch.empty(*indices.shape, self.dim, dtype=torch.bfloat16, device=indices.device)
             if context.is_in_breakable_cuda_graph():
-                # Prefill: more rows than one request lists, so they come in sub-batches, which no
-                # graph can hold.
+                # Prefill: too many rows for one request, and no graph can hold sub-batches.
                 gather_between_segments(self.tierd, indices, out)
             else:
                 self.tierd.gather(indices, out)
@@ -144,7 +144,7 @@ def _kick_after(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     def wrapped(self: Any, input_ids: torch.Tensor, forward_batch: Any) -> torch.Tensor:
         ids = forward(self, input_ids, forward_batch)
         kicked = getattr(self, "tierd_tables", ())
-        if kicked and not _looked_up_elsewhere(forward_batch):
+        if kicked and not looked_up_elsewhere(forward_batch):
             with or_exit():
                 for index, table in kicked:
                     table.kick(ids[:, index])
@@ -153,7 +153,7 @@ def _kick_after(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     return wrapped
 
 
-def _looked_up_elsewhere(forward_batch: Any) -> bool:
+def looked_up_elsewhere(forward_batch: Any) -> bool:
     """Whether this rank will look up other ids than its hasher's, so that a kick were in vain.
 
     Under data parallelism it looks up those of all ranks, under context parallelism a part of

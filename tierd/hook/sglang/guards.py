@@ -33,6 +33,7 @@ PLE = (
     "Qwen4ExpPLELayer._consume_prefetched_embeddings",
 )
 RUNNER = ("ModelRunner.load_model",)
+MANAGER = ("NgramEmbeddingManager.update_after_decode",)
 
 # First 12 hex digits of the sha256 of each one's source text, in the order above. They are the
 # same under every Python, which those of a parsed tree would not be.
@@ -48,6 +49,7 @@ SOURCES: Mapping[str, Mapping[str, str]] = {
         "Qwen4ExpPLELayer._get_prefetch_buffer": "3b5f9bc4163c",
         "Qwen4ExpPLELayer._consume_prefetched_embeddings": "0683b7919c85",
         "ModelRunner.load_model": "d57a14935a44",
+        "NgramEmbeddingManager.update_after_decode": "89948a110583",
     },
     "0.5.23": {
         "EngramEmbedding": "88dea0225e84",
@@ -60,6 +62,7 @@ SOURCES: Mapping[str, Mapping[str, str]] = {
         "Qwen4ExpPLELayer._get_prefetch_buffer": "3b5f9bc4163c",
         "Qwen4ExpPLELayer._consume_prefetched_embeddings": "0683b7919c85",
         "ModelRunner.load_model": "bf6781e45efd",
+        "NgramEmbeddingManager.update_after_decode": "89948a110583",
     },
 }
 

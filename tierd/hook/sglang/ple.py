@@ -34,6 +34,7 @@ def _subclass(module: Any, stock: Any) -> type[nn.Module]:
 
         def __init__(self, embedding: Any, **kwargs: Any) -> None:
             with or_exit():
+                tables.require_published()
                 device = embedding.weight_scale.device
                 allocate = module.allocate_ple_host_table
                 module.allocate_ple_host_table = _on_meta
@@ -41,8 +42,7 @@ def _subclass(module: Any, stock: Any) -> type[nn.Module]:
                     super().__init__(embedding, **kwargs)
                 finally:
                     module.allocate_ple_host_table = allocate
-                # Dummy weights are written to whatever the state holds, and a meta tensor has no
-                # memory to write to.
+                # Dummy weights are written to what the state holds; meta has no memory for them.
                 self._register_state_dict_hook(_drop_table)
                 vocabulary = self.shard_indices
                 self.tierd = tables.ServedTable(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 ENGRAM_MODULE = "sglang.srt.layers.engram"
 PLE_MODULE = "sglang.srt.models.qwen4_exp"
 RUNNER_MODULE = "sglang.srt.model_executor.model_runner"
+MANAGER_MODULE = "sglang.srt.model_executor.model_runner_components.ngram_embedding_manager"
 
 _state = {"active": False}
 
@@ -48,6 +49,7 @@ def activate() -> None:
     when_imported(ENGRAM_MODULE, _patch_engram)
     when_imported(PLE_MODULE, _patch_ple)
     when_imported(RUNNER_MODULE, _patch_runner)
+    when_imported(MANAGER_MODULE, _patch_manager)
 
 
 # The adapters need torch, which a process that imports these modules has loaded by then.
@@ -75,3 +77,11 @@ def _patch_runner(module: ModuleType) -> None:
         from tierd.hook.sglang import loaded  # noqa: PLC0415 - see above
 
         loaded.patch(module)
+
+
+def _patch_manager(module: ModuleType) -> None:
+    with or_exit():
+        guards.require_source(module, guards.MANAGER)
+        from tierd.hook.sglang import early  # noqa: PLC0415 - see above
+
+        early.patch(module)

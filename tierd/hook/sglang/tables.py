@@ -30,22 +30,27 @@ COLUMNS = {TableKind.ENGRAM: 24, TableKind.PLE: 16}
 _ROWS_MAX_LEAST = 2048
 
 
-def published(name: str) -> Any:
-    """Return a setting of the engine as it was resolved; None if this release has no such.
+def require_published() -> None:
+    """Refuse a model that is constructed outside of SGLang's own launch.
 
     Raises:
-        HookError: the engine has published none yet.
+        HookError: the engine has not published its settings.
     """
     from sglang.srt.runtime_context import get_context  # noqa: PLC0415 - the engine's own
 
-    context = get_context()
-    if not context.is_config_namespace_published("model"):
+    if not get_context().is_config_namespace_published("model"):
         raise HookError(
             "a model with a lookup table is constructed before SGLang has published its settings, "
             "so tierd cannot know which checkpoint it is; start it by sglang.launch_server"
         )
+
+
+def published(name: str) -> Any:
+    """Return a setting of the engine as it was resolved; None if this release has no such."""
+    from sglang.srt.runtime_context import get_context  # noqa: PLC0415 - the engine's own
+
     try:
-        return context.config_leaf(name)
+        return get_context().config_leaf(name)
     except ValueError:  # what SGLang raises for a name that this release does not have
         return None
 
@@ -364,8 +369,14 @@ def _who() -> attach.EngineRank:
 
 
 def _rows_max(kind: TableKind) -> int:
-    """Return how many rows the largest decode or verify graph reads from one table."""
+    """Return how many rows the largest decode or verify graph reads from one table.
+
+    Under data parallel attention a rank looks up those of all its peers.
+    """
+    from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415 - the engine's own
+
     config = published("cuda_graph_config")
     batch = int(getattr(getattr(config, "decode", None), "max_bs", None) or 0)
     tokens = int(published("speculative_num_draft_tokens") or 1)
-    return settings.count("TIERD_ROWS_MAX", max(_ROWS_MAX_LEAST, batch * tokens * COLUMNS[kind]))
+    rows = batch * tokens * COLUMNS[kind] * max(1, int(get_parallel().attn_dp_size))
+    return settings.count("TIERD_ROWS_MAX", max(_ROWS_MAX_LEAST, rows))

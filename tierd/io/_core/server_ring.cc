@@ -93,13 +93,19 @@ void ServerRing::lose() {
 bool ServerRing::has_news() const {
     if (!serving_ || closing_ || yielding_) return false;
     const std::uint32_t doorbell = load_acquire(view_.control->doorbell.value);
+    return is_news(doorbell);
+}
+
+bool ServerRing::is_news(std::uint32_t doorbell) const {
     // A doorbell that went back, or ahead of what a ring can hold, has to wait: what is being
     // served is finished first.
-    return doorbell != accepted_ && (doorbell - done_ <= kRingDepth || accepted_ == done_);
+    const std::uint32_t ahead = doorbell - done_, taken = accepted_ - done_;
+    return ahead != taken && (taken == 0 || (ahead <= kRingDepth && ahead > taken));
 }
 
 void ServerRing::accept(std::uint64_t now_ns) {
     const std::uint32_t doorbell = load_acquire(view_.control->doorbell.value);
+    if (!is_news(doorbell)) return;  // it has changed since has_news()
     if (doorbell - done_ > kRingDepth) {
         // Nonsense, or the client would be within a ring's depth. The ring goes on at the doorbell,
         // and what the descriptors before it hold gets its refusals like any other request.

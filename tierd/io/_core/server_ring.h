@@ -183,6 +183,7 @@ class ServerRing {
     bool others_go_on() const {
         return role_ == Owner::guardian || (view_.flags & kRingFlagGuarded) != 0;
     }
+    bool is_news(std::uint32_t doorbell) const;
     void start_at(std::uint32_t base);
     void start_behind_answers();
     void take_in(std::uint32_t sequence, std::uint64_t now_ns);

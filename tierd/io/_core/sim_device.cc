@@ -23,7 +23,6 @@ constexpr std::uint32_t kMillion = 1'000'000;
 constexpr std::uint32_t kDelayTurnsMin = 20;  // of a slow read
 constexpr std::uint32_t kDelayTurnsMax = 200;
 constexpr std::uint64_t kNeighbours = 8;  // pages away that a misdirected access mostly lands
-constexpr int kLookAlikeDraws = 100;
 constexpr int kFlipDraws = 4;             // for a byte that is not zero
 
 std::uint64_t page_of(std::uint64_t offset) { return offset / kPageBytes; }
@@ -196,7 +195,7 @@ void SimDevice::hurt_in_flight(std::uint64_t page, std::uint64_t offset, std::ui
     }
 }
 
-// A page of the same number in another image or generation, or `page` if none was met: where a
+// A page of the same number in another generation, else in another image, else `page`: where a
 // misdirected access does the most harm.
 std::uint64_t SimDevice::look_alike(std::uint64_t page) {
     const auto trailer = [this](std::uint64_t number) {
@@ -206,20 +205,25 @@ std::uint64_t SimDevice::look_alike(std::uint64_t page) {
         return found;
     };
     const PageTrailer own = trailer(page);
-    const std::uint64_t first = page_of(data_start_);
-    for (int draw = 0; draw < kLookAlikeDraws && own.magic == kPageMagic; ++draw) {
-        const std::uint64_t other = first + random_.below(page_of(bytes_) - first);
+    std::vector<std::uint64_t> generations, images;
+    for (std::uint64_t other = page_of(data_start_); other < page_of(bytes_); ++other) {
         const PageTrailer its = trailer(other);
-        if (other != page && its.magic == kPageMagic && its.page == own.page) return other;
+        if (its.magic != kPageMagic || its.page != own.page) continue;
+        if (its.image_id != own.image_id)
+            images.push_back(other);
+        else if (its.generation != own.generation)
+            generations.push_back(other);
     }
-    return page;
+    if (own.magic != kPageMagic || (generations.empty() && images.empty())) return page;
+    const auto& found = generations.empty() || (!images.empty() && random_.one_in(3)) ? images : generations;
+    return found[random_.below(found.size())];
 }
 
 // Another place of `size` bytes: a near one, the same place in a near stripe, one that looks alike,
 // or anywhere.
 std::uint64_t SimDevice::misdirect(std::uint64_t offset, std::uint64_t size) {
     const std::uint64_t page = page_of(offset);
-    if (random_.one_in(3)) {
+    if (random_.one_in(2)) {
         const std::uint64_t alike = look_alike(page);
         if (alike != page) return alike * kPageBytes;
     }
@@ -314,7 +318,7 @@ std::int64_t SimDevice::discard(std::uint64_t offset, std::uint64_t size) {
     if (power_->cut()) return -ESHUTDOWN;
     if (offset >= bytes_) return -EINVAL;
     size = std::min(size, bytes_ - offset);
-    if (random_.one_in(3)) return 0;  // a hint that the disk does not take
+    if (random_.one_in(2)) return 0;  // a hint that the disk does not take
     const std::vector<std::uint8_t> zeroes(size);
     remember(offset, size, true);
     place(offset, zeroes.data(), size, false);

@@ -192,7 +192,8 @@ def _in_unit() -> bool:
 
 def _seccomp_cure() -> str:
     if _in_unit():
-        return "systemctl edit tierd  # [Service] SystemCallFilter=@system-service @io-uring"
+        calls = "io_uring_setup io_uring_enter io_uring_register"
+        return f"systemctl edit tierd  # [Service] SystemCallFilter={calls}"
     return "docker run --security-opt seccomp=unconfined ...  # or a profile that allows io_uring"
 
 
