@@ -99,12 +99,10 @@ class Client:
             AttachError: no daemon, or it refused; the text says which and what to do.
             HookError: no such GPU, not enough memory on it, or a graph is being captured.
         """
-        images = tuple(images)
+        images, options = tuple(images), options or TableOptions()
         _check_images(images)
-        options = options or TableOptions()
         options.check(images)
-        device = _check_device(options)
-        path = os.fspath(socket_path)
+        device, path = _check_device(options), os.fspath(socket_path)
         for link in _links(path, wait_s):
             try:
                 return cls._attach_over(
