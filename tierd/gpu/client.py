@@ -106,19 +106,12 @@ class Client:
         for link in _links(path, wait_s):
             try:
                 return cls._attach_over(
-                    path,
-                    link,
-                    images,
-                    engine=engine,
-                    cache_rows=cache_rows,
-                    rows_max=rows_max,
-                    rank=rank,
-                    world=world,
+                    path, link, images, engine=engine, cache_rows=cache_rows, rows_max=rows_max,
+                    rank=rank, world=world,
                     expected_ranks=world if expected_ranks is None else expected_ranks,
                     arena_pages=2 * rows_max if arena_pages is None else arena_pages,
-                    options=options,
-                    device=device,
-                )
+                    options=options, device=device,
+                )  # fmt: skip
             except DaemonGoneError as error:
                 link.close()
                 gone = error
