@@ -84,14 +84,14 @@ class Client:
 
         Args:
             socket_path: the daemon's engine socket.
-            images: at most 64, as :func:`list_images` returned them; one ring each.
-            engine: name of the engine, for people.
+            images: at most 64, from :func:`list_images`; one ring each.
+            engine: its name, for people.
             cache_rows: slots for the tables of each row size together (see gpu/caches.py).
             rows_max: missing rows that one request may list; larger ids go in sub-batches.
             rank: this rank's number.
             world: ranks of the engine.
             expected_ranks: how many of them the daemon of this node should see; None says all.
-            wait_s: how long to wait for a daemon that is not there yet, seconds.
+            wait_s: seconds to wait for a daemon that is not there yet.
             arena_pages: pages of each arena; None makes room for two full requests.
             options: how the tables are wanted: on which device, which rows, audited or not.
 
@@ -112,12 +112,11 @@ class Client:
                     arena_pages=2 * rows_max if arena_pages is None else arena_pages,
                     options=options, device=device,
                 )  # fmt: skip
-            except DaemonGoneError as error:
+            except BaseException as error:
                 link.close()
+                if not isinstance(error, DaemonGoneError):
+                    raise
                 gone = error
-            except BaseException:
-                link.close()
-                raise
         raise gone
 
     @classmethod
