@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -17,6 +18,7 @@ import pytest
 from tests import checkpoints
 from tests.lab.systemd_lab import Lab
 from tierd.io import _core
+from tierd.io._core import _native
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,9 +82,14 @@ def lab(tmp_path_factory: pytest.TempPathFactory, loop_device: str) -> Iterator[
     rows = np.ascontiguousarray(tiny.tables["layers.1.engram"])
     for folder in (directory, *directory.parents[:2]):
         folder.chmod(0o755)
-    binds = [f"{ROOT}:{SOURCE}", f"{sys.base_prefix}:/opt/tierd/python"]
-    binds += [f"{sysconfig.get_path('purelib')}:{PACKAGES}", f"{directory}/model:/opt/tierd/model"]
+    binds = [f"{sys.base_prefix}:/opt/tierd/python", f"{directory}/model:/opt/tierd/model"]
+    binds += [f"{sysconfig.get_path('purelib')}:{PACKAGES}"]
     with Lab(binds=[*binds, loop_device]) as made:
+        # A copy, with the native core where an editable install does not have it.
+        source = made.root / SOURCE.removeprefix("/")
+        for part in ("tierd", "systemd"):
+            shutil.copytree(ROOT / part, source / part, ignore=shutil.ignore_patterns("*.so"))
+        shutil.copy(_native.__file__, source / "tierd/io/_core")
         tierd = made.root / "usr/local/bin/tierd"
         tierd.write_text(WRAPPER)
         tierd.chmod(0o755)
