@@ -55,8 +55,9 @@ lint: build
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
+# A file's tests stay in one process: they share their daemon.
 test: build
-	$(PY) -m pytest -m "not lab"
+	$(PY) -m pytest -m "not lab" -n 2 --dist loadfile
 
 # Loop devices, broken disks: as root; skips by name elsewhere.
 lab: build

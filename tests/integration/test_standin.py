@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+
+WHO = attach.EngineRank("stand-in")
 pytestmark = pytest.mark.timeout(180)
 LAYERS = (1, 3)
 
@@ -143,7 +145,7 @@ def test_attach_by_fingerprint(node: Node, client: Client) -> None:
     settings = HookSettings(str(node.engine_socket), None, 1024, 0.0)
     directory = models.checkpoints()["v41-other"]
     files = list(directory.glob("*.safetensors"))
-    attached = attach.attach_checkpoint(directory, files, TableKind.ENGRAM, settings, "stand-in")
+    attached = attach.attach_checkpoint(directory, files, TableKind.ENGRAM, settings, WHO)
     assert [image.model for image in attached.client.attached] == ["v41-other"] * 2
     with pytest.raises(HookError, match="no engram table for layer 2 is attached"):
         attached.table(TableKind.ENGRAM, 2)
@@ -151,16 +153,15 @@ def test_attach_by_fingerprint(node: Node, client: Client) -> None:
 
 
 def test_two_models_under_no_name_are_refused(node: Node, client: Client) -> None:
-    images = list_images(node.engine_socket)
     settings = HookSettings(str(node.engine_socket), None, 1024, 0.0)
     with pytest.raises(HookError, match="one of several tables for layer 1; set TIERD_MODEL"):
-        attach._attach(images, settings, "stand-in")
+        attach.attach_named(TableKind.ENGRAM, settings, WHO)
 
 
 def test_a_checkpoint_without_tables(tmp_path: Path) -> None:
     settings = HookSettings("/nowhere", None, 1024, 0.0)
     with pytest.raises(HookError, match=r"cannot be read: .* holds no .safetensors"):
-        attach.attach_checkpoint(tmp_path, [], TableKind.PLE, settings, "stand-in")
+        attach.attach_checkpoint(tmp_path, [], TableKind.PLE, settings, WHO)
     directory = models.checkpoints()["v41"]
     with pytest.raises(HookError, match="holds no ple table, but the model reads one"):
-        attach.attach_checkpoint(directory, [], TableKind.PLE, settings, "stand-in")
+        attach.attach_checkpoint(directory, [], TableKind.PLE, settings, WHO)

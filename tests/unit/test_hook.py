@@ -7,7 +7,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import transformers
 
 from tierd import hook
 from tierd.errors import HookError
@@ -116,7 +115,8 @@ def test_a_process_that_was_not_served_says_why(
 def test_releases_of_transformers(
     version: str, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transformers, "__version__", version)
+    # The one that an import finds now: another test may have had it loaded anew.
+    monkeypatch.setattr(importlib.import_module("transformers"), "__version__", version)
     if known:
         assert adapter._check_version() == f"transformers {version}"
     else:

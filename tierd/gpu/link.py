@@ -176,7 +176,7 @@ def _connect(path: str, wait_s: float) -> socket.socket:
                 raise AttachError(reason) from None
             left = deadline - time.monotonic()
             if left <= 0:
-                waited = f" (waited {wait_s:g} s)" if wait_s > 0 else ""
+                waited = f" (waited {wait_s:.3g} s)" if wait_s > 0 else ""
                 raise AttachError(reason.replace(_START, waited + _START)) from None
             if not noticed and wait_s - left > _NOTICE_AFTER_S:
                 log.warning("waiting up to %g s for a daemon at %s", wait_s, path)
