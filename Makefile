@@ -57,7 +57,7 @@ lint: build
 
 # A file's tests stay in one process: they share their daemon.
 test: build
-	$(PY) -m pytest -m "not lab" -n 2 --dist loadfile
+	$(PY) -m pytest -m "not lab and not gpu" -n 2 --dist loadfile
 
 # Loop devices, broken disks: as root; skips by name elsewhere.
 lab: build

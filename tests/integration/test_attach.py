@@ -248,6 +248,7 @@ def test_attach_cycles_leave_nothing_behind(daemon: Daemon, node: Node) -> None:
     for _ in range(30):
         with attach(node, "v41") as client:
             assert_rows(node, client.table("layers.1.engram"), np.arange(5))
+    eventually(lambda: descriptors(daemon.pid) <= theirs[0], "descriptors were left behind")
     now_ours, now_theirs = footprint(os.getpid()), footprint(daemon.pid)
     assert now_ours[0] <= ours[0]
     assert now_theirs[0] <= theirs[0]

@@ -148,7 +148,7 @@ void the_client_is_told_the_truth() {
         });
         const std::uint32_t device = pump.add_device(0);
         const std::uint32_t table = pump.add_table({kKey.image_id, kKey.generation, 264,
-                                                    geometry.rows, 0, {{0, kPages, device, 0}}});
+                                                    geometry.rows, 0, {{0, kPages, device, 0}}, {}});
         const auto channel = std::make_shared<Channel>(
             0, 1, Channel::ClientId{}, std::vector<RingSpec>{{kRowsMax, kRowsMax, 0, 0}});
         pump.add_ring(pump.add_channel(channel->fd()), 0, table);

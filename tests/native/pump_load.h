@@ -60,7 +60,7 @@ inline std::shared_ptr<Channel> make_channel(std::uint32_t rings, std::uint32_t 
 inline std::uint32_t serve_image(Pump& pump, const ImageFile& image, std::uint64_t window_ns) {
     const std::uint32_t device = pump.add_device(image.fd);
     return pump.add_table({kKey.image_id, kKey.generation, image.geometry.row_bytes,
-                           image.geometry.rows, window_ns, {{0, kPages, device, 0}}});
+                           image.geometry.rows, window_ns, {{0, kPages, device, 0}}, {}});
 }
 
 // Publishes random requests with up to four outstanding; checks every page of every answer.

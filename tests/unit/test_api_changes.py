@@ -284,7 +284,7 @@ async def test_who_may_change_and_who_may_read(staged: Node, tmp_path: Path) -> 
     device = tmp_path / "device.img"
     shutil.copy(staged.device, device)
     for folder in (tmp_path, *tmp_path.parents):
-        if folder.owner() == "root" and folder.name.startswith(("pytest", "test_")):
+        if folder.owner() == "root" and folder.name.startswith(("pytest", "popen", "test_")):
             folder.chmod(0o755)
     async with serving(device, tmp_path, **{"api.admin_group": "daemon"}) as rest:
         rest.path.chmod(0o666)
