@@ -162,7 +162,10 @@ class Engine {
         for (std::uint32_t i = 0; i < kRings; ++i) {
             clients_.push_back(std::make_unique<RingClient>(channel, i, -1, i == 2 ? 0 : 20,
                                                             i == 1 ? 0xFFFFFFF0u : 0));
-            threads_.emplace_back([this, &image, i] { use_ring(*clients_[i], image, 30 + i, stop_); });
+            // By its address: the vector moves while the threads run.
+            threads_.emplace_back([this, &image, i, client = clients_.back().get()] {
+                use_ring(*client, image, 30 + i, stop_);
+            });
         }
     }
     void stop() {
