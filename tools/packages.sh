@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
-python=${PYTHON:-python3}
+python=$(realpath -s "$(command -v "${PYTHON:-python3}")")  # the directory changes below
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
