@@ -60,12 +60,12 @@ def sigstop(world: World) -> None:
 def slow_kill(world: World) -> None:
     """Reads take 200 ms, the daemon is killed among them, and its pages are used again."""
     assert world.slow is not None
-    world.slow.set(delay_ms=SLOW_MS, share=world.chance.choice((30, 100)))
+    world.slow.fail(every={"ms": SLOW_MS, "share": world.chance.choice((30, 100))})
     time.sleep(0.02 + world.chance.random() * 0.1)
     world.kill_daemon()
     world.counts.kills_with_delayed_reads += 1
     # The guardian's reads are quick again: it uses pages over which the dead one's still come in.
-    world.slow.set()
+    world.slow.fail()
     world.goes_on_alone(8)
     world.start_daemon()
 
@@ -74,10 +74,10 @@ def slow_stop(world: World) -> None:
     """The same with a daemon that stands still and then goes on."""
     assert world.slow is not None
     assert world.daemon is not None
-    world.slow.set(delay_ms=SLOW_MS, share=world.chance.choice((30, 100)))
+    world.slow.fail(every={"ms": SLOW_MS, "share": world.chance.choice((30, 100))})
     time.sleep(0.02 + world.chance.random() * 0.1)
     world.daemon.send(signal.SIGSTOP)
-    world.slow.set()
+    world.slow.fail()
     world.goes_on_alone(8)
     world.daemon.send(signal.SIGCONT)
 
@@ -85,9 +85,9 @@ def slow_stop(world: World) -> None:
 def _failing(world: World, number: int) -> None:
     assert world.slow is not None
     before = world.board.get("failed")
-    world.slow.set(error=number)
+    world.slow.fail(every={"errno": number})
     time.sleep(0.2)
-    world.slow.set()
+    world.slow.fail()
     world.counts.failed_as_expected += world.board.get("failed") - before
     world.goes_on(1)  # its step may have begun while the device failed
     world.tolerate()
@@ -102,10 +102,10 @@ def gone(world: World) -> None:
     """The device goes, the daemon is killed and cannot start; then both come back."""
     assert world.slow is not None
     before = world.board.get("failed")
-    world.slow.set(error=errno.ENODEV)
+    world.slow.fail(every={"errno": errno.ENODEV})
     world.kill_daemon()
     time.sleep(0.2)
-    world.slow.set()
+    world.slow.fail()
     world.counts.failed_as_expected += world.board.get("failed") - before
     world.start_daemon()
     world.goes_on(1)

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -21,7 +20,7 @@ import numpy as np
 
 from tests import checkpoints
 from tests.chaos.engine import PHASES, Board
-from tests.chaos.slowfs import SlowDevice
+from tests.lab import disks
 from tests.oracle import EngramOracle, Shards
 from tierd.api import rest_client
 from tierd.errors import DaemonError
@@ -123,7 +122,8 @@ class World:
         self.socket = self.run / "engine.sock"
         self.api = self.run / "api.sock"
         self.log = directory / "log"
-        self.slow: SlowDevice | None = None
+        self._disk = contextlib.ExitStack()
+        self.slow: disks.BadDisk | None = None
         self.why_not_slow = ""
         self.device = self._make_device()
         self.tiny = checkpoints.engram(directory / "v41", rows=ROWS)
@@ -141,22 +141,14 @@ class World:
         self.tolerated = False
 
     def _make_device(self) -> str:
-        backing = self.directory / "backing.img"
-        with backing.open("wb") as file:
-            file.truncate(DEVICE_BYTES)
-        if os.getuid() != 0:
-            self.why_not_slow = "a slow device needs root"
-        elif shutil.which("losetup") is None or not Path("/dev/fuse").exists():
-            self.why_not_slow = "a slow device needs losetup and /dev/fuse"
-        else:
+        self.why_not_slow = disks.why_not()
+        if not self.why_not_slow:
+            bad = disks.bad_disk(self.directory, DEVICE_BYTES)
             try:
-                self.slow = SlowDevice(self.directory, backing)
+                self.slow = self._disk.enter_context(bad)
             except OSError as error:
                 self.why_not_slow = f"no slow device here: {error}"
-        if self.slow is None:
-            backing.unlink()
-            return str(self.directory / "device.img")
-        return self.slow.path
+        return self.slow.path if self.slow else str(self.directory / "device.img")
 
     def _stage(self) -> None:
         size = None if self.slow else DEVICE_BYTES
@@ -293,7 +285,7 @@ class World:
 
     def close(self) -> None:
         if self.slow is not None:
-            self.slow.set()
+            self.slow.fail()
         for board in [*self.boards, *([self.tokens] if self.tokens else [])]:
             board.set("stop", 1)
         if self._tokens is not None:
@@ -308,8 +300,7 @@ class World:
                 process.wait(HANG_S)
         self.zygote.close()
         self.next_zygote.close()
-        if self.slow is not None:
-            self.slow.close()
+        self._disk.close()
 
     def __enter__(self) -> Self:
         return self

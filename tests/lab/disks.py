@@ -67,7 +67,11 @@ class BadDisk:
 
 @contextlib.contextmanager
 def bad_disk(folder: Path, size: int, *, sector: int = 512, name: str = "bad") -> Iterator[BadDisk]:
-    """A disk of ``size`` bytes; its faults begin with none."""
+    """A disk of ``size`` bytes; its faults begin with none.
+
+    Raises:
+        OSError: no file system can be mounted here, though root asks.
+    """
     backing, mount = folder / f"{name}.img", folder / f"{name}.mount"
     mount.mkdir()
     with backing.open("xb") as file:
@@ -78,7 +82,8 @@ def bad_disk(folder: Path, size: int, *, sector: int = 512, name: str = "bad") -
     )  # fmt: skip
     try:
         assert server.stdout is not None
-        assert server.stdout.readline() == "ready\n"
+        if server.stdout.readline() != "ready\n":
+            raise OSError("a FUSE file system cannot be mounted here")
         with loop(mount / "disk", sector=sector) as device:
             yield BadDisk(device, backing, server)
     finally:

@@ -5,18 +5,22 @@
 MOUNT/disk mirrors BACKING. On standard input it takes JSON lines, each a whole set of faults by
 4 KiB page, and answers each with a JSON line of counters:
 
-    {"eio": {"7": 1, "9": -1}, "corrupt": [3], "slow": {"5": 200}, "lose": [4]}
+    {"eio": {"7": 1, "9": -1}, "corrupt": [3], "slow": {"5": 200}, "lose": [4],
+     "every": {"ms": 200, "errno": 0, "share": 30}}
 
 ``eio``: reads that fail, so many times, -1 for ever. ``corrupt``: every byte reads inverted.
-``slow``: milliseconds that a read takes. ``lose``: writes that are acknowledged and dropped. It
-ends, and unmounts, when standard input ends. It speaks the kernel's FUSE protocol itself, so
-nothing has to be installed; it needs root for mount(2).
+``slow``: milliseconds that a read takes. ``lose``: writes that are acknowledged and dropped.
+``every``: reads of any page that are late or fail, so many in a hundred. It ends, and unmounts,
+when standard input ends. It speaks the kernel's FUSE protocol itself, so nothing has to be
+installed; it needs root for mount(2).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import heapq
 import json
 import os
 import stat
@@ -65,8 +69,12 @@ class FaultFs:
         if libc.mount(b"faultfs", os.fsencode(mount), b"fuse", 0, options.encode()) != 0:
             number = ctypes.get_errno()
             raise OSError(number, f"mount: {os.strerror(number)}")
-        for _ in range(THREADS):
-            threading.Thread(target=self._serve, daemon=True).start()
+        # Reads that are to be late: due time, request, errno, offset, size. They hold no thread up.
+        self._late: list[tuple[float, int, int, int, int]] = []
+        self._late_news = threading.Condition(self._lock)
+        self._turn = 0
+        for work in (*(self._serve,) * THREADS, self._answer_late):
+            threading.Thread(target=work, daemon=True).start()
 
     def close(self) -> None:
         libc.umount2(os.fsencode(self._mount), MNT_DETACH)
@@ -79,6 +87,7 @@ class FaultFs:
                 "corrupt": set(faults.get("corrupt", ())),
                 "slow": {int(page): ms for page, ms in faults.get("slow", {}).items()},
                 "lose": set(faults.get("lose", ())),
+                "every": faults.get("every", {}),
             }
             counts, self._counts = self._counts, dict.fromkeys(self._counts, 0)
             return counts
@@ -96,15 +105,20 @@ class FaultFs:
             _, operation, unique, node, *_ = IN_HEADER.unpack_from(data)
             if operation in SILENT:
                 continue
+            body = data[IN_HEADER.size :]
+            if operation == READ:
+                _, offset, size, *_ = TRANSFER_IN.unpack_from(body)
+                self._read(unique, offset, size)
+                continue
             try:
-                answer, number = self._answer(operation, node, data[IN_HEADER.size :]), 0
+                self._reply(unique, self._answer(operation, node, body))
             except OSError as error:
-                answer, number = b"", error.errno or errno.EIO
-            head = OUT_HEADER.pack(OUT_HEADER.size + len(answer), -number, unique)
-            try:
-                os.writev(self._fuse, [head, answer])
-            except OSError:
-                continue  # the request was given up meanwhile
+                self._reply(unique, b"", error.errno or errno.EIO)
+
+    def _reply(self, unique: int, answer: bytes, number: int = 0) -> None:
+        head = OUT_HEADER.pack(OUT_HEADER.size + len(answer), -number, unique)
+        with contextlib.suppress(OSError):  # the request was given up meanwhile
+            os.writev(self._fuse, [head, answer])
 
     def _answer(self, operation: int, node: int, body: bytes) -> bytes:  # noqa: PLR0911
         if operation == INIT:
@@ -120,9 +134,6 @@ class FaultFs:
             return struct.pack("<QII", 60, 0, 0) + self._attributes(node)
         if operation == OPEN:
             return struct.pack("<QIi", 0, DIRECT_IO, 0)
-        if operation == READ:
-            _, offset, size, *_ = TRANSFER_IN.unpack_from(body)
-            return self._read(offset, size)
         if operation == WRITE:
             _, offset, size, *_ = TRANSFER_IN.unpack_from(body)
             self._write(offset, body[TRANSFER_IN.size :])
@@ -143,7 +154,7 @@ class FaultFs:
 
     # --- faults ----------------------------------------------------------------------------------
 
-    def _read(self, offset: int, size: int) -> bytes:
+    def _read(self, unique: int, offset: int, size: int) -> None:
         pages = range(offset // PAGE, -(-(offset + size) // PAGE))
         with self._lock:
             self._counts["reads"] += 1
@@ -153,20 +164,47 @@ class FaultFs:
             for page in failing:
                 if faults["eio"][page] > 0:
                     faults["eio"][page] -= 1
-            inverted = [page for page in pages if page in faults.get("corrupt", ())]
+            number = errno.EIO if failing else 0
+            every = faults.get("every", {})
+            self._turn += 1
+            if self._turn * 61 % 100 < every.get("share", 100):
+                wait = max(wait, every.get("ms", 0))
+                number = number or every.get("errno", 0)
             self._counts["slow"] += wait > 0
-            self._counts["eio"] += bool(failing)
+            self._counts["eio"] += number != 0
+            if wait:
+                due = time.monotonic() + wait / 1000
+                heapq.heappush(self._late, (due, unique, number, offset, size))
+                self._late_news.notify()
+        if not wait:
+            self._answer_read(unique, number, offset, size)
+
+    def _answer_late(self) -> None:
+        while True:
+            with self._late_news:
+                while not self._late or self._late[0][0] > time.monotonic():
+                    left = self._late[0][0] - time.monotonic() if self._late else None
+                    self._late_news.wait(left)
+                _, unique, number, offset, size = heapq.heappop(self._late)
+            self._answer_read(unique, number, offset, size)
+
+    def _answer_read(self, unique: int, number: int, offset: int, size: int) -> None:
+        if number:
+            self._reply(unique, b"", number)
+            return
+        with self._lock:
+            inverted = [
+                page
+                for page in range(offset // PAGE, -(-(offset + size) // PAGE))
+                if page in self._faults.get("corrupt", ())
+            ]
             self._counts["corrupt"] += len(inverted)
-        if wait:
-            time.sleep(wait / 1000)
-        if failing:
-            raise OSError(errno.EIO, "as asked")
         data = bytearray(os.pread(self._backing, size, offset))
         for page in inverted:
             low = max(page * PAGE - offset, 0)
             high = min((page + 1) * PAGE - offset, len(data))
             data[low:high] = bytes(byte ^ 0xFF for byte in data[low:high])
-        return bytes(data)
+        self._reply(unique, bytes(data))
 
     def _write(self, offset: int, data: bytes) -> None:
         with self._lock:
