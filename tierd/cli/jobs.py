@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tierd.cli.base import Group, api_option, cli, config_option, json_option, load, print_json
+from tierd.cli.base import api_option, cli, config_option, json_option, load, print_json
+from tierd.cli.groups import Group
 from tierd.errors import ConfigError, DaemonError, JobFailedError
 
 if TYPE_CHECKING:
