@@ -120,6 +120,34 @@ def test_quotas_move_without_flushing(rig: Rig) -> None:
         assert (engine.held(0), engine.held(1)) == (6, 26)
 
 
+def test_the_daemons_wish_moves_a_quota_and_nonsense_does_not(rig: Rig) -> None:
+    """A ring looks at its wish at one kick in LOOK_EVERY, whichever table's turn it is."""
+
+    def looks(kick: int) -> bool:
+        x = (kick ^ (kick >> 16)) * 0x85EBCA6B & 0xFFFFFFFF
+        x = (x ^ (x >> 13)) * 0xC2B2AE35 & 0xFFFFFFFF
+        return (x ^ (x >> 16)) % state.LOOK_EVERY.value == 0
+
+    spans = (range(n, 2000, 2) for n in (2, 3))
+    assert all(4 <= sum(map(looks, span)) <= 40 for span in spans)
+    first = next(kick for kick in range(2, 2000) if looks(kick)) - 2
+    with GpuEngine(rig, rig.images[:2], sets=1, quota=16, first_kick=first) as engine:
+        at = int(_core.protocol.OFFSET_QUOTA)
+        wish = engine.channel.control(0)[at : at + 4].view(np.uint32)
+        wish[0] = 1 + 3
+        engine.step(0, np.arange(4))  # does not look
+        assert engine.tables[0].quota == 16
+        engine.step(0, np.arange(4))
+        assert (engine.tables[0].quota, engine.tables[1].quota) == (3, 16)
+        engine.step(0, np.arange(4))
+        assert engine.tables[0].stats()["quota"] == 1 + 3
+    for nonsense in (34, 2**31, 2**32 - 1):
+        with GpuEngine(rig, rig.images[:1], sets=1, quota=16, first_kick=first + 1) as engine:
+            engine.channel.control(0)[at : at + 4].view(np.uint32)[0] = nonsense
+            engine.step(0, np.arange(4))
+            assert engine.tables[0].quota == 16
+
+
 def test_ids_that_were_not_kicked_are_demanded(rig: Rig) -> None:
     image = rig.images[0]
     with GpuEngine(rig, [image]) as engine:

@@ -98,12 +98,16 @@ def load(config_path: Path | None) -> Loaded:
     return config.load(config_path)
 
 
+def api_path(api_socket: str | None, config_path: Path | None) -> Path:
+    """Where the daemon's REST socket is."""
+    return Path(api_socket) if api_socket else load(config_path).settings.paths.api_socket
+
+
 def ask(api_socket: str | None, config_path: Path | None, resource: str) -> dict[str, Any]:
     """The running daemon's answer to GET ``resource``."""
     from tierd.api import rest_client
 
-    path = Path(api_socket) if api_socket else load(config_path).settings.paths.api_socket
-    return rest_client.get(path, resource)
+    return rest_client.get(api_path(api_socket, config_path), resource)
 
 
 def absolute(path: str | None) -> str | None:

@@ -17,6 +17,10 @@ from tierd.errors import TierdError
 COMMANDS = {
     "completion": ("machine", "Print what makes SHELL complete tierd's commands and options."),
     "config": ("config", "Check, show and explain the configuration."),
+    "controller": (
+        "controller",
+        "Let the controller move no ways, or go back on what it moved; `tierd explain` shows it.",
+    ),
     "demo": ("serving", "See tierd at work on tiny checkpoints, with every row compared."),
     "devices": ("devices", "List devices, make them ready, look into them."),
     "doctor": (

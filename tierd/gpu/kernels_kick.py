@@ -12,7 +12,14 @@ import triton
 import triton.language as tl
 
 from tierd.gpu.kernels_fill import fill_request, set_fault, settle, wait_answer
-from tierd.gpu.kernels_sync import now_ns, pause, release_sys, release_sys_u64, sample_hash
+from tierd.gpu.kernels_sync import (
+    mix32,
+    now_ns,
+    pause,
+    release_sys,
+    release_sys_u64,
+    sample_hash,
+)
 from tierd.gpu.state import (
     AGE_MAX,
     C_CURSOR,
@@ -30,6 +37,7 @@ from tierd.gpu.state import (
     LANE_GATHERED,
     LANE_IDLE,
     LANE_KICKED,
+    LOOK_EVERY,
     R_ARRIVED,
     R_BYPASSES,
     R_COUNT,
@@ -52,6 +60,7 @@ from tierd.gpu.state import (
     S_LOOKUPS,
     S_MISSES,
     S_PUBLISHED,
+    S_QUOTA,
     S_RING_FULL,
     STAMP_MASK,
     STATS_WORDS,
@@ -64,6 +73,7 @@ from tierd.io import _core
 _P = _core.protocol
 DOORBELL = tl.constexpr(_P.OFFSET_DOORBELL // 4)
 RETIRED = tl.constexpr(_P.OFFSET_RETIRED // 4)
+QUOTA = tl.constexpr(_P.OFFSET_QUOTA // 4)
 HEADER_WORDS = tl.constexpr(_P.LINE_BYTES // 4)
 SLOTS_MASK = tl.constexpr(7)
 NO_SLOT = tl.constexpr(-1)  # in a descriptor: the row bypasses the cache
@@ -309,6 +319,19 @@ def sweep(words, cache, kick, capacity):
 
 
 @triton.jit
+def follow_quota(control, cache, table, stats):
+    """Take over the daemon's wish for the table's ways; nonsense is nobody's wish.
+
+    The wishes of a cache's tables are followed one by one: until all are, quotas may add up to
+    more or less than there are ways, which costs hits, no more.
+    """
+    wish = tl.load(control + QUOTA, volatile=True).to(tl.int64)
+    if (wish > 0) & (wish <= WAYS + 1):
+        tl.store(cache + C_QUOTA + table, wish - 1)
+        tl.store(stats + S_QUOTA, wish)
+
+
+@triton.jit
 def add_stats(stats, host_stats, ids, count, bypasses, demands, published, waits, show):
     """Count the kick; now and then show the counters to the host."""
     index = tl.arange(0, STATS_WORDS)
@@ -497,9 +520,13 @@ def close_kick(
     tl.store(cache + C_KICK, kick + 1)
     show_samples(sampled, ring, samples_written)
     sweep(words, cache, kick, sets_max.to(tl.int64) * WAYS)
+    # By chance: tables that share a cache share its kicks, and each of them must have its turn.
+    looks = (mix32(kick.to(tl.uint32)) & (LOOK_EVERY - 1)) == 0
+    if looks:
+        follow_quota(control, cache, table, stats)
     add_stats(
         stats, host_stats, ids - foreign, count, bypasses, demands, published, waits,
-        (count > 0) | (kick % SWEEP_EVERY == 0),
+        (count > 0) | looks,
     )  # fmt: skip
 
 

@@ -185,6 +185,7 @@ class GpuTable:
         self.ring = RingState(cache.device, channel, ring, image, first_sequence)
         self.rows_max = self.ring.rows_max
         cache.attach(image.number, quota)
+        self.ring.stats[state.S_QUOTA.value] = 1 + quota
         self._timeout_ns = timeout_ns
         self._hi = image.rows if image.row_hi is None else image.row_hi
         self._slots = cache.slots.view(torch.int32)
@@ -287,6 +288,13 @@ class GpuTable:
     def set_quota(self, ways: int) -> None:
         """Change how many ways of each set this table may hold; nothing is flushed."""
         self._cache.set_quota(self.image.number, ways)
+        with self._cache.lookups(None):
+            self.ring.stats[state.S_QUOTA.value] = 1 + ways
+
+    @property
+    def quota(self) -> int:
+        """Ways of each set that this table may hold; waits for the GPU."""
+        return self._cache.quota(self.image.number)
 
     def stats(self) -> dict[str, int]:
         """Return RingStats' counters, exactly; waits for the GPU."""

@@ -23,11 +23,13 @@ class Table(Protocol):
 
     Attributes:
         info: the image it reads.
-        quota: ways of each set of its cache that it may hold; 0 without a cache.
     """
 
     info: ImageInfo
-    quota: int
+
+    @property
+    def quota(self) -> int:
+        """Ways of each set of its cache that it may hold; 0 without a cache."""
 
     @property
     def raw(self) -> bool:
