@@ -319,16 +319,20 @@ def sweep(words, cache, kick, capacity):
 
 
 @triton.jit
-def follow_quota(control, cache, table, stats):
-    """Take over the daemon's wish for the table's ways; nonsense is nobody's wish.
+def follow_quota(kick, control, cache, table, stats):
+    """Now and then take over the daemon's wish for the table's ways; nonsense is nobody's wish.
 
-    The wishes of a cache's tables are followed one by one: until all are, quotas may add up to
-    more or less than there are ways, which costs hits, no more.
+    When is decided by chance: tables that share a cache share its kicks, and each must have its
+    turn. Returns whether it was now. The wishes of a cache's tables are followed one by one: until
+    all are, quotas may add up to more or less than there are ways, which costs hits, no more.
     """
-    wish = tl.load(control + QUOTA, volatile=True).to(tl.int64)
-    if (wish > 0) & (wish <= WAYS + 1):
-        tl.store(cache + C_QUOTA + table, wish - 1)
-        tl.store(stats + S_QUOTA, wish)
+    looks = (mix32(kick.to(tl.uint32)) & (LOOK_EVERY - 1)) == 0
+    if looks:
+        wish = tl.load(control + QUOTA, volatile=True).to(tl.int64)
+        if (wish > 0) & (wish <= WAYS + 1):
+            tl.store(cache + C_QUOTA + table, wish - 1)
+            tl.store(stats + S_QUOTA, wish)
+    return looks
 
 
 @triton.jit
@@ -520,10 +524,7 @@ def close_kick(
     tl.store(cache + C_KICK, kick + 1)
     show_samples(sampled, ring, samples_written)
     sweep(words, cache, kick, sets_max.to(tl.int64) * WAYS)
-    # By chance: tables that share a cache share its kicks, and each of them must have its turn.
-    looks = (mix32(kick.to(tl.uint32)) & (LOOK_EVERY - 1)) == 0
-    if looks:
-        follow_quota(control, cache, table, stats)
+    looks = follow_quota(kick, control, cache, table, stats)
     add_stats(
         stats, host_stats, ids - foreign, count, bypasses, demands, published, waits,
         (count > 0) | looks,
