@@ -198,6 +198,7 @@ class Ring(Answer):
     arena_pages: int
     server: str  # daemon, or guardian while the engine serves itself
     outstanding: int
+    ways: int | None  # of each set of the client's row cache, of 32; null: it does not say
     hit_ratio: float | None  # null before the first lookup
     lookups: int
     hits: int

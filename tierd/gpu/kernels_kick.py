@@ -524,10 +524,9 @@ def close_kick(
     tl.store(cache + C_KICK, kick + 1)
     show_samples(sampled, ring, samples_written)
     sweep(words, cache, kick, sets_max.to(tl.int64) * WAYS)
-    looks = follow_quota(kick, control, cache, table, stats)
+    show = (count > 0) | follow_quota(kick, control, cache, table, stats)
     add_stats(
-        stats, host_stats, ids - foreign, count, bypasses, demands, published, waits,
-        (count > 0) | looks,
+        stats, host_stats, ids - foreign, count, bypasses, demands, published, waits, show
     )  # fmt: skip
 
 
