@@ -14,7 +14,7 @@ from twin_rig import Rig, expected, pack
 from tierd.errors import HookError, RowError
 from tierd.gpu import state
 from tierd.gpu.dram import DramTable
-from tierd.io import _core
+from tierd.io import _core, seen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -146,6 +146,29 @@ def test_the_daemons_wish_moves_a_quota_and_nonsense_does_not(rig: Rig) -> None:
             engine.channel.control(0)[at : at + 4].view(np.uint32)[0] = nonsense
             engine.step(0, np.arange(4))
             assert engine.tables[0].quota == 16
+
+
+def test_rows_that_no_trace_saw_are_zero_and_not_read(rig: Rig) -> None:
+    image = rig.images[0]
+    bits = seen.empty(image.rows)
+    seen.mark(bits, np.arange(0, image.rows, 3))
+    with GpuEngine(rig, [image], sets=1, quota=4) as engine:
+        engine.tables[0].skip_unseen(bits)
+        rng = np.random.default_rng(5)
+        for _ in range(4):
+            ids = rng.integers(0, image.rows, 16)
+            tensor = torch.from_numpy(ids)
+            engine.tables[0].kick(tensor)
+            got = engine.gather(0, tensor)
+            known = ids % 3 == 0
+            np.testing.assert_array_equal(got[known], image.decoded[ids[known]])
+            assert not got[~known].any()
+            assert (~known).any()
+            assert known.any()
+        stats = engine.tables[0].stats()
+        assert stats["lookups"] == stats["hits"] + stats["misses"] + stats["bypasses"] < 64
+        with pytest.raises(RowError, match=str(image.rows)):
+            engine.step(0, np.array([image.rows]))
 
 
 def test_ids_that_were_not_kicked_are_demanded(rig: Rig) -> None:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
+    from numpy.typing import NDArray
+
     from tierd.gpu.audit import Audit
     from tierd.gpu.tables import TableOptions
     from tierd.types import ImageInfo
@@ -64,6 +66,20 @@ class DeviceTable:
     def warm(self, ids: torch.Tensor) -> None:
         """Bring rows into the cache without using them."""
         self._open().warm(ids)
+
+    def skip_unseen(self, bits: NDArray[np.uint8]) -> None:
+        """Leave out, from now on, rows that a seen-set does not have: they are zero, not read.
+
+        The audit ends with it: rows then differ from the image on purpose. A table on the dram
+        tier stays exact: nothing is read there that could be left out.
+        """
+        served = self._open()
+        if isinstance(served, DramTable):
+            return
+        served.skip_unseen(bits)
+        if self._audit is not None:
+            self._audit.close()
+            self._audit = None
 
     def set_quota(self, ways: int) -> None:
         """Change how many ways of each set this table may hold; nothing is flushed."""

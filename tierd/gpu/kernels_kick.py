@@ -154,16 +154,29 @@ def find_victim(entries, ways, table, kick, own_retired, cache):
     return way, tl.sum(tl.where(ways == way, entries, 0), 0)
 
 
+@triton.jit
+def seen_rows(row, missing, seen, ring):
+    """Return which of the missing rows have their bit; the others are counted as not looked up."""
+    bits = tl.load(seen + (row >> 3), mask=missing, other=0).to(tl.int64)
+    known = missing & (((bits >> (row & 7)) & 1) != 0)
+    skipped = tl.sum(missing.to(tl.int32), 0) - tl.sum(known.to(tl.int32), 0)
+    if skipped > 0:
+        tl.atomic_add(ring + R_FOREIGN, skipped.to(tl.int64), sem="relaxed")
+    return known
+
+
 @triton.jit(do_not_specialize=[
     "cols", "stride0", "stride1", "count", "row_lo", "row_hi", "rows", "table", "sets_max", "phase",
     "threshold",
 ], do_not_specialize_on_alignment=["ids"])  # fmt: skip
 def look_up(
     ids, cols, stride0, stride1, count, row_lo, row_hi, rows, table, words, sets_max, cache, ring,
-    lane, desc, missed_at, missed_rows, fault, samples, phase, threshold,
-    ROWS: tl.constexpr, DEMAND: tl.constexpr,
+    lane, desc, missed_at, missed_rows, fault, samples, phase, threshold, seen,
+    ROWS: tl.constexpr, DEMAND: tl.constexpr, LOSSY: tl.constexpr,
 ):  # fmt: skip
     """Find each id's slot and mark it used; list the ids that have none.
+
+    With LOSSY, rows without their bit in `seen` (u8, a bit a row) are not: they are served as +0.
 
     Nobody claims or empties words while this runs, so a plain store restamps: programs that meet
     on a word store the same value. That hits are stamped before the first miss claims also means
@@ -190,6 +203,8 @@ def look_up(
     tl.store(words + place, key | (kick & STAMP_MASK), mask=hit)
     tl.store(desc + index, tl.where(hit, place, DESC_ZERO), mask=inside)
     missing = owned & (way == WAYS)
+    if LOSSY:
+        missing = seen_rows(row, missing, seen, ring)
     found = tl.sum(missing.to(tl.int32), 0)
     if found > 0:
         at = tl.atomic_add(ring + R_MISSED, found.to(tl.int64), sem="relaxed")

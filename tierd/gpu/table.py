@@ -27,6 +27,9 @@ from tierd.io import _core
 from tierd.types import RowFormat
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from tierd.gpu.cache import GpuCache
     from tierd.gpu.shared import ChannelMap
 
@@ -197,6 +200,7 @@ class GpuTable:
         self._ahead = max(2 if self._cuda else 1, fit)
         self.lanes = [Lane(cache.device, self.rows_max) for _ in range(1 + max(2, self._ahead))]
         self._parts: _Parts | None = None
+        self._seen: torch.Tensor | None = None
         self._kicked: torch.Tensor | None = None
         self._event: torch.cuda.Event | None = None
         self._fault = self.ring.fault
@@ -285,6 +289,14 @@ class GpuTable:
         self._event = self._record()
         self._join()
 
+    def skip_unseen(self, bits: NDArray[np.uint8]) -> None:
+        """Serve rows that a seen-set does not have as +0 from now on; not those of graphs before.
+
+        Args:
+            bits: u8, a bit a row, as of :mod:`tierd.io.seen`; copied to the cache's device.
+        """
+        self._seen = torch.from_numpy(bits).to(self._cache.device)
+
     def set_quota(self, ways: int) -> None:
         """Change how many ways of each set this table may hold; nothing is flushed."""
         self._cache.set_quota(self.image.number, ways)
@@ -341,7 +353,8 @@ class GpuTable:
                 self.image.row_lo, self._hi, self.image.rows, self.image.number, cache.words,
                 cache.sets, cache.state, ring.words, lane.words, lane.desc, ring.missed_at,
                 ring.missed_rows, ring.fault_words, ring.samples, int(prefill),
-                ring.sample_threshold, ROWS=LOOKUP_ROWS, DEMAND=demand, num_warps=1,
+                ring.sample_threshold, cache.words if self._seen is None else self._seen,
+                ROWS=LOOKUP_ROWS, DEMAND=demand, LOSSY=self._seen is not None, num_warps=1,
             )  # fmt: skip
             kernels_kick.claim_publish[(min(layout.count, CLAIM_PROGRAMS),)](
                 layout.count, self.image.number, cache.words, cache.sets, cache.state, ring.words,
