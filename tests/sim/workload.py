@@ -17,7 +17,7 @@ from tierd.errors import (
     DeviceError,
     DeviceTooSmallError,
 )
-from tierd.io import _core, staging, walker
+from tierd.io import _core, layout, staging, walker
 from tierd.io.layout import Geometry
 from tierd.io.store import Store
 from tierd.io.store_set import StoreSet
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tests.sim.world import World
+    from tierd.io.extent_table import Wipe
 
 ACTIONS_RANGE = (12, 40)
 CLIENTS_MAX = 3
@@ -124,6 +125,40 @@ def delete(world: World) -> None:
         else:
             if leased:
                 raise Violation("durability", f"{name} was deleted under a reader")
+
+
+def wipe_on(world: World) -> None:
+    """Finish a wipe that a kill or a fault cut off."""
+    owed = [
+        (number, wipe.name)
+        for number in range(len(world.models))
+        for _, wipe in world.stores(number).wipes()
+    ]
+    if owed:
+        finish_wipe(world, *world.chance.choice(owed))
+
+
+def finish_wipe(world: World, number: int, name: str) -> None:
+    """Finish a wipe; without faults in between no byte of the image is left on the medium."""
+    stores = world.stores(number)
+    owed = stores.wipes(name)
+    world.log(f"finish the wipe of {name} on set {number}")
+    before = world.faults_so_far()
+    operations = sum(2 * COMMIT_OPERATIONS + len(wipe.extents) + 1 for _, wipe in owed)
+    with world.change(number, [], operations):
+        stores.finish_wipes(name)
+        if world.faults_so_far() == before:
+            _require_zeroes(world, owed)
+    world.count("wipes finished")
+
+
+def _require_zeroes(world: World, owed: list[tuple[Store, Wipe]]) -> None:
+    for store, wipe in owed:
+        for start, end in map(layout.occupied, wipe.extents):
+            found = np.empty(end - start, np.uint8)
+            world.host.native_at(store.device.path).peek(start, found)
+            if found.any():
+                raise Violation("silence", f"rows of {wipe.name} are there after its wipe")
 
 
 def place(world: World) -> None:
@@ -466,6 +501,10 @@ def finish(world: World) -> None:
     for number, model in enumerate(world.models):
         for name in sorted(model.state.images):
             world.stores(number).delete(name)
+        owed = world.stores(number).wipes()
+        for name in sorted({wipe.name for _, wipe in owed}):
+            world.stores(number).finish_wipes(name)
+        _require_zeroes(world, owed)
         for store in world.stores(number).stores:
             if store.free_pages != store.capacity_pages:
                 raise Violation("leak", f"set {number}: {store.free_pages} pages free when empty")
@@ -498,6 +537,7 @@ _ACTIONS: tuple[tuple[Callable[[World], None], int], ...] = (
     (leave, 4),
     (stage, 22),
     (delete, 8),
+    (wipe_on, 4),
     (place, 12),
     (scrub, 6),
     (scrubbing.scrub_on, 6),

@@ -12,6 +12,7 @@ from tests.daemons import tierd
 from tierd.io import find_devices, superblock
 from tierd.io.layout import ROOT_OFFSETS
 from tierd.io.store import Store
+from tierd.io.store_set import StoreSet
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -154,6 +155,28 @@ def test_images_show_and_delete(disks: list[Path], tmp_path: Path) -> None:
     assert json.loads(left.stdout) == {"images": []}
     refused = tierd("images", "delete", NAME, *words, exit_code=1)
     assert "no image 'm/layers.1.engram'" in refused.output
+
+
+def test_a_wipe_that_was_cut_off_is_told_and_finished(disks: list[Path]) -> None:
+    words = ["--device", disks[0], "--device", disks[1]]
+    with StoreSet.open(disks) as stores:  # killed right after the commit that deletes the image
+        stores.image(NAME).home.delete_image(NAME, wipe=True)
+    listed = tierd("images", "list", *words).output
+    assert f"note: {disks[0]}: the wipe of {NAME} was cut off, and 2097152 bytes may" in listed
+    assert f"run: tierd images delete {NAME} --wipe" in listed
+    assert f"wipe {NAME}, " in (shown := tierd("devices", "inspect", disks[0]).stdout)
+    assert "not finished: 2.0 MiB at" in shown
+    assert inspect(disks[0])["wipes"][0]["name"] == NAME
+    alone = tierd("images", "delete", NAME, "--wipe", "--device", disks[0], exit_code=1)
+    assert "cannot be finished: device" in alone.output
+    assert (
+        f"{NAME}: deleted, wiped, 4.0 MiB"
+        in tierd("images", "delete", NAME, "--wipe", *words).stdout
+    )
+    for path in disks:
+        assert not any(path.read_bytes()[2 * MIB :])
+        assert inspect(path)["wipes"] == []
+    assert "note" not in tierd("images", "list", *words).output
 
 
 def test_devices_of_the_configuration(disks: list[Path], tmp_path: Path) -> None:

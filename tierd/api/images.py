@@ -59,10 +59,17 @@ async def get_image(call: Call) -> schemas.Image:
 
 @routes.add("DELETE", IMAGE, schemas.Job, query=DeleteQuery, status=202, tagged=True)
 async def delete_image(call: Call) -> schemas.Job | schemas.DryRun:
-    """Delete an image that nobody has attached; a job does it."""
+    """Delete an image that nobody has attached, or finish its wipe; a job does it."""
     query: DeleteQuery = call.query
     plane, catalog = call.daemon.plane, call.daemon.catalog
+    name = f"{call.part('model')}/{call.part('table')}"
     async with call.request.app[EDITS]:
+        if plane.owes_wipe(name) and not query.dry_run:
+            todo = work.finish_wipe(plane, catalog, name, wipe=query.wipe)
+            asked = {"image": name, "wipe": query.wipe}
+            return job_answer(
+                call.daemon.jobs.submit(Job("delete", name, asked, call.request[CALLER].name), todo)
+            )
         image = _named(call)
         call.require_match(_image(image))
         todo = work.delete(plane, catalog, image.info.name, wipe=query.wipe)

@@ -185,6 +185,7 @@ class DataPlane:
             raise errors[0]
         self.store_set = StoreSet(self.stores)
         self.notes = self.store_set.notes + self.store_set.reclaim()
+        self.notes += self.store_set.wipe_notes()
 
     def _collect_images(self) -> None:
         """Look through the stores; images that are served already stay the same objects."""
@@ -297,6 +298,11 @@ class DataPlane:
                 self.store_set.delete(tier, wipe=wipe)
         finally:
             self.refresh()  # it is served again if it is still there
+
+    def owes_wipe(self, name: str) -> bool:
+        """Whether there is no such image any more, and its wipe was cut off."""
+        served = any(image.info.name == name for image in self.images.values())
+        return not served and bool(self.store_set.wipes(name))
 
     def place(self, windows_us: Mapping[str, float | None]) -> None:
         """Set windows of images, all or none; clients that attach from now on get them.

@@ -183,6 +183,26 @@ def delete(plane: DataPlane, catalog: Catalog, name: str, *, wipe: bool) -> Work
     return run
 
 
+def finish_wipe(plane: DataPlane, catalog: Catalog, name: str, *, wipe: bool) -> Work:
+    """Return the work that ends a wipe which was cut off: finishes it, or gives it up.
+
+    Args:
+        plane: whose devices they are.
+        catalog: of history.
+        name: of the image that was deleted.
+        wipe: False frees the room as it is.
+    """
+
+    def run(job: Job) -> dict[str, Any]:
+        job.say(f"wiping {name}" if wipe else f"giving the wipe of {name} up")
+        devices = sorted({store.device.path for store, _ in plane.store_set.wipes(name)})
+        plane.store_set.finish_wipes(name, overwrite=wipe)
+        catalog.record("deleted", name, devices=devices, wiped=wipe)
+        return {"name": name, "devices": devices, "wiped": wipe}
+
+    return run
+
+
 def probe(plane: DataPlane, device: str, *, seconds: float) -> Work:
     """Judge a probe of a device's read time and return its work.
 

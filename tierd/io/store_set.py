@@ -24,7 +24,8 @@ from tierd.errors import (
     ImageVersionError,
 )
 from tierd.io import _core, layout, stripes
-from tierd.io.extent_table import Member, Part, StoredImage
+from tierd.io.device import PAGE_BYTES
+from tierd.io.extent_table import Member, Part, StoredImage, Wipe
 from tierd.io.store import Store, pages_of
 
 if TYPE_CHECKING:
@@ -168,6 +169,7 @@ class StoreSet:
             opened = cls(stack.enter_context(Store.open(path, write=write)) for path in paths)
             if write:
                 opened.notes += opened.reclaim()
+            opened.notes += opened.wipe_notes()
             stack.pop_all()
         return opened
 
@@ -328,17 +330,63 @@ class StoreSet:
                 share.store.require_unleased(share.holding)
         try:
             image.home.delete_image(name, wipe=wipe)
-        finally:  # a wipe that fails on one device leaves the others nothing to keep
+        finally:
             if image.home.find(name) is None:
                 self._drop_parts(image.home, image.stored, wipe=wipe)
+        # Every device has written down by now what it owes, so this may stop anywhere.
+        if wipe:
+            self.finish_wipes(name)
         return image
 
     def _drop_parts(self, home: Store, image: StoredImage, *, wipe: bool = False) -> None:
+        devices = image.devices if wipe else ()
         with contextlib.ExitStack() as stack:  # every one is tried, whatever another one raises
             for member in image.members:
                 store = self._by_uuid.get(member.uuid)
                 if store is not None:
-                    stack.callback(store.drop_parts, [_part_of(home, image, member)], wipe=wipe)
+                    stack.callback(store.drop_parts, [_part_of(home, image, member)], devices)
+
+    def wipes(self, name: str | None = None) -> list[tuple[Store, Wipe]]:
+        """Wipes that were begun and not finished, of all images or of one, with their devices."""
+        return [
+            (store, wipe)
+            for store in self.stores
+            for wipe in store.wipes
+            if name in (None, wipe.name)
+        ]
+
+    def finish_wipes(self, name: str, *, overwrite: bool = True) -> int:
+        """Finish the wipes of a deleted image; return how many bytes are free by that.
+
+        Args:
+            name: the image's, as it was.
+            overwrite: False gives the wipes up: the room is free and keeps what it holds.
+
+        Raises:
+            ImageIncompleteError: a device that held a part of it is not there.
+            DeviceError: as :meth:`tierd.io.store.Store.finish_wipe`; the others are tried.
+        """
+        owed = self.wipes(name)
+        away = {uuid for _, wipe in owed for uuid in wipe.devices if uuid not in self._by_uuid}
+        if away and overwrite:
+            raise ImageIncompleteError(
+                f"the wipe of {name} cannot be finished: device {min(away)} is not there; attach "
+                "it and name it, too, or give the wipe up by deleting without --wipe; "
+                f"run: tierd images delete {name}"
+            )
+        with contextlib.ExitStack() as stack:
+            for store, wipe in owed:
+                stack.callback(store.finish_wipe, wipe, overwrite=overwrite)
+        return sum(pages_of(wipe.extents) for _, wipe in owed) * PAGE_BYTES
+
+    def wipe_notes(self) -> list[str]:
+        """Say of each wipe that was cut off what is left of it and how it is finished."""
+        return [
+            f"{store.device.path}: the wipe of {wipe.name} was cut off, and "
+            f"{pages_of(wipe.extents) * PAGE_BYTES} bytes may still hold its rows; "
+            f"run: tierd images delete {wipe.name} --wipe"
+            for store, wipe in self.wipes()
+        ]
 
     def reclaim(self) -> list[str]:
         """Give up parts that their home, which is here, does not name; return what was done.
@@ -354,8 +402,12 @@ class StoreSet:
                 for member in image.members:
                     if member.uuid in named:
                         named[member.uuid].add(_part_of(home, image, member))
+        owed = {(*_identity(w), w.devices[0]): w.devices for _, w in self.wipes()}
         for store in self.stores:
             left = [p for p in store.parts if p.home in named and p not in named[store.uuid]]
+            for part in [p for p in left if (*_identity(p), p.home) in owed]:
+                store.drop_parts([part], owed[*_identity(part), part.home])
+                left.remove(part)
             if left:
                 names = ", ".join(sorted({part.name for part in left}))
                 notes.append(f"{store.device.path}: gave up what a staging of {names} left behind")
@@ -401,6 +453,10 @@ class StoreSet:
             store = self._by_uuid.get(member.uuid)
             if store is not None and not store.is_leased(member.extents):
                 free[store.uuid] += pages_of(member.extents)
+
+
+def _identity(one: Part | Wipe) -> tuple[int, int]:
+    return one.image_id, one.generation
 
 
 def _part_of(home: Store, image: StoredImage, member: Member) -> Part:

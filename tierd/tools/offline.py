@@ -148,8 +148,15 @@ def copy_image(
 
 
 def delete_image(devices: Sequence[str], name: str, *, wipe: bool) -> dict[str, Any]:
-    """Delete an image from its devices; return what it was, and which devices kept their part."""
+    """Delete an image from its devices; return what it was, and which devices kept their part.
+
+    Of an image that is gone already, and whose wipe was cut off, the wipe is finished; without
+    ``wipe`` it is given up.
+    """
     with explained_busy(), open_set(devices, write=True) as stores:
+        if stores.find(name) is None and stores.wipes(name):
+            size = stores.finish_wipes(name, overwrite=wipe)
+            return {"name": name, "wiped": wipe, "size_bytes": size, "parts_kept_on": []}
         gone = stores.delete(name, wipe=wipe)
         kept = [share.path for share in gone.shares if share.store is None]
         return {**image_json(gone), "wiped": wipe, "parts_kept_on": kept}
