@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tests.engines.sglang import layouts, models
+from tests.engines.sglang import layouts, models, modes
 from tierd.api import rest_client
 from tierd.errors import TierdError
 from tierd.hook import attach
@@ -84,6 +84,7 @@ def served_engram() -> dict[str, Any]:
     early = early_kick(config, mine, theirs)
     pairs = list(zip(seen[0], seen[1], strict=True))
     stats = [layer["engram"].embed.tierd.stats() for layer in mine.layers.values()]
+    more = modes.run(mine, theirs, Path(FACTS["scratch"])) if FACTS.get("modes") else {}
     return {
         "rows": sum(a[..., 0].numel() for a, _ in pairs),
         "differing": sum(models.differing_rows(a, b) for a, b in pairs),
@@ -93,6 +94,12 @@ def served_engram() -> dict[str, Any]:
         "demands": sum(one["demands"] for one in stats),
         "hits": sum(one["hits"] for one in stats),
         **early,
+        "audited": sum(
+            layer["engram"].embed.tierd._table._audit.judge.compared
+            for layer in mine.layers.values()
+            if FACTS.get("modes")
+        ),
+        "modes": more,
         "histories": bool((mine.engram_hasher.history == theirs.engram_hasher.history).all()),
     }
 
@@ -493,6 +500,9 @@ def on_gpu() -> dict[str, Any]:
                 found["differing"] += models.differing_rows(a, b)
                 found["zeroes"] += int((a == 0).all(dim=-1).sum())
         stats = [layer["engram"].embed.tierd.stats() for layer in mine.layers.values()]
+        found["audited"] = sum(
+            layer["engram"].embed.tierd._table._audit.compared for layer in mine.layers.values()
+        )
         found["demands"] = sum(one["demands"] for one in stats)
         found["hits"] = sum(one["hits"] for one in stats)
     tables.forget()

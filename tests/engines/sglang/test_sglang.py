@@ -57,6 +57,39 @@ def test_a_kick_after_sampling_reads_what_the_next_step_needs(scenarios: Scenari
     assert engram["history kept"] is True
 
 
+def test_overlap_schedule(scenarios: Scenarios) -> None:
+    """The CPU knows no token of the step that it launches; the kick does not need it to."""
+    assert scenarios["served"]["engram"]["modes"]["overlap"] == {"steps": 5, "differing": 0}
+
+
+def test_breakable_prefill_graphs_look_up_between_segments(scenarios: Scenarios) -> None:
+    found = scenarios["served"]["engram"]["modes"]["breakable"]
+    assert found == {"breaks": 2, "rows": 2 * 2 * 37 * 24, "differing": 0}
+
+
+def test_a_prompts_next_chunk_is_hinted(scenarios: Scenarios) -> None:
+    """Each row once, by SGLang's own hash, before its chunk is looked up."""
+    found = scenarios["served"]["engram"]["modes"]["hints"]
+    assert (found["tokens"], found["same"], found["differing"]) == (250, True, 0)
+    assert found["calls"] == 2  # the first chunk and the next; then the one after that
+    assert found["given"] > 1000
+    assert found["skipped"] == 0
+
+
+def test_the_probe_finds_when_layers_need_their_rows(scenarios: Scenarios) -> None:
+    found = scenarios["served"]["engram"]["modes"]["probe"]
+    assert found["engine"].startswith("sglang 0.5.2")
+    assert found["model"] == "v41"
+    assert found["step_s"]["2"] == pytest.approx(0.020)
+    windows = {layer: sizes["2"]["window_s"] for layer, sizes in found["layers"].items()}
+    assert windows == pytest.approx({"1": 0.010, "14": 0.020}, abs=1e-6)
+
+
+def test_the_audit_compares_what_was_served(scenarios: Scenarios) -> None:
+    assert scenarios["served"]["engram"]["audited"] > 100
+    assert scenarios["on_gpu"]["audited"] > 30
+
+
 def test_every_rank_of_a_sharded_table_has_its_rows(scenarios: Scenarios) -> None:
     """In 2 ranks (whole hash columns in 0.5.23) and 5 (equal rows); staged once for all."""
     found = scenarios["sharded"]

@@ -12,7 +12,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from tierd.errors import HookError
-from tierd.hook.sglang import tables
+from tierd.hook.sglang import probe, tables
+from tierd.hook.sglang.hints import PrefillHints
 from tierd.hook.sglang.plugin import ENGRAM_MODULE, PLE_MODULE, or_exit
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def take(model: nn.Module) -> None:
         if not module.tierd.tested:
             module.tierd_test()
     _let_hashers_kick(model)
+    probe.install(model, served)
     names = ", ".join(f"layer {module.tierd.layer}" for module in served)
     log.info("tables of %s are served by tierd", names)
 
@@ -122,10 +124,17 @@ def _let_hashers_kick(model: nn.Module) -> None:
     layers = [module for module in model.modules() if isinstance(module, engine.Engram)]
     # By the time they are read: the first layer has the shortest window.
     pairs = [(int(layer.layer_hash_index), layer.embed.tierd) for layer in layers]
+    pairs.sort(key=lambda pair: pair[0])
+    pages = max((rank.hint_pages for rank in tables.ranks()), default=0)
     hasher: Any
     for hasher in model.modules():
-        if isinstance(hasher, engine.EngramHasher):
-            hasher.tierd_tables = tuple(sorted(pairs, key=lambda pair: pair[0]))
+        if not isinstance(hasher, engine.EngramHasher):
+            continue
+        # Neither may be in the copy that hints are hashed with.
+        hasher.tierd_tables, hasher.tierd_hints = (), None
+        if pairs and pages:
+            hasher.tierd_hints = PrefillHints(hasher, pairs, pages)
+        hasher.tierd_tables = tuple(pairs)
 
 
 def _text_config(model: nn.Module, name: str) -> Any:

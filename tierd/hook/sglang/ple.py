@@ -61,6 +61,8 @@ def _subclass(module: Any, stock: Any) -> type[nn.Module]:
             output = self.allocate_output(shape, input_ids.device) if out is None else out
             _check_output(output, shape)
             ids = input_ids.long()
+            if self.tierd.begin is not None:
+                self.tierd.begin()
             with or_exit():
                 self.tierd.kick(ids)
                 self.tierd.gather(ids, output)

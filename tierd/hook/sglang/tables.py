@@ -15,12 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tierd.errors import HookError
+from tierd.gpu.tables import TableOptions
 from tierd.hook import attach, autostart, settings
 from tierd.hook.sglang import guards
 from tierd.types import TableKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from tierd.types import TableSpec
 
@@ -28,6 +32,7 @@ CACHE_ROWS = 1 << 20  # 285 MB of HBM at 264 B
 # Rows of one token, in the public models: a graph's shape must fit one request.
 COLUMNS = {TableKind.ENGRAM: 24, TableKind.PLE: 16}
 _ROWS_MAX_LEAST = 2048
+HINT_PAGES_MOST = 1 << 15  # 128 MiB of the daemon's memory for a table of a rank, unless asked for
 
 
 def require_published() -> None:
@@ -66,6 +71,7 @@ class ServedTable:
         first, end: the rows that this rank owns.
         device: where ids and rows are.
         on_gpu: whether the GPU path serves it, rather than its twin on the CPU.
+        begin: what the window probe wants called where a step's row numbers are known.
     """
 
     def __init__(
@@ -86,6 +92,7 @@ class ServedTable:
         self.device = device
         self.on_gpu = device.type == "cuda"
         self.tested = False
+        self.begin: Callable[[], None] | None = None
         self._table: Any = None
         self._attached: attach.AttachedTables | None = None
 
@@ -155,6 +162,23 @@ class ServedTable:
         out.zero_()
         out[owned] = rows
 
+    def hint(self, ids: NDArray[np.int64], limit: int) -> int:
+        """Tell the daemon which rows a prefill will read; from one thread.
+
+        Args:
+            ids: row numbers in the order of the tokens, any shape; what this rank does not own is
+                left out.
+            limit: rows to hint at most.
+
+        Returns:
+            Pages asked for.
+        """
+        if self._attached is None or self._table is None:
+            return 0
+        wanted = ids.reshape(-1)
+        wanted = wanted[(wanted >= self.first) & (wanted < self.end)][:limit]
+        return self._attached.client.hint(self._table.info.name, wanted)
+
     def stats(self) -> dict[str, int]:
         """Return the counters of the table's ring."""
         return dict(self._table.stats())
@@ -168,6 +192,7 @@ class Rank:
         kind: which kind.
         found: their images at the daemon.
         tables: those that the model has constructed.
+        hint_pages: memory for each table's hints, once attached.
     """
 
     kind: TableKind
@@ -175,6 +200,7 @@ class Rank:
     settings: settings.HookSettings
     tables: list[ServedTable] = dataclasses.field(default_factory=list)
     attached: attach.AttachedTables | None = None
+    hint_pages: int = 0
 
     def attach(self) -> None:
         """Attach all tables of the model at once; does nothing the second time.
@@ -185,15 +211,17 @@ class Rank:
         """
         if self.attached is not None:
             return
-        options: dict[str, Any] = {}
+        wanted: dict[str, Any] = {"audit_every": self.settings.audit_every}
+        more: dict[str, Any] = {}
+        self.hint_pages = wanted["hint_pages"] = _hint_pages(self.kind, self.settings, self.tables)
         if self.tables[0].on_gpu:
-            from tierd.gpu.tables import TableOptions  # noqa: PLC0415 - only where there is a GPU
-
             names = {spec.layer: image.name for spec, image in self._pairs()}
             ranges = {names[t.layer]: (t.first, t.end) for t in self.tables if t.layer in names}
-            options["options"] = TableOptions(device=str(self.tables[0].device), row_ranges=ranges)
-            options["rows_max"] = _rows_max(self.kind)
-        self.attached = attach.attach_found(self.found, self.settings, _who(), **options)
+            wanted |= {"device": str(self.tables[0].device), "row_ranges": ranges}
+            more["rows_max"] = _rows_max(self.kind)
+        self.attached = attach.attach_found(
+            self.found, self.settings, who(), options=TableOptions(**wanted), **more
+        )
         for table in self.tables:
             table.bind(self.attached)
             autostart.note_replaced()
@@ -351,7 +379,7 @@ def _checkpoint_directory() -> Path:
     return Path(found)
 
 
-def _who() -> attach.EngineRank:
+def who() -> attach.EngineRank:
     """Return this rank among the ranks of its engine, each with a channel of its own."""
     from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415 - the engine's own
 
@@ -380,3 +408,22 @@ def _rows_max(kind: TableKind) -> int:
     tokens = int(published("speculative_num_draft_tokens") or 1)
     rows = batch * tokens * COLUMNS[kind] * max(1, int(get_parallel().attn_dp_size))
     return settings.count("TIERD_ROWS_MAX", max(_ROWS_MAX_LEAST, rows))
+
+
+def _hint_pages(
+    kind: TableKind, wanted: settings.HookSettings, served: Sequence[ServedTable]
+) -> int:
+    """Return the memory for a table's hints: two chunks of a prefill, this rank's share of them.
+
+    A CPU is busy with what hints would save, and Qwen4Exp's rows are hashed by the layer itself.
+    """
+    if kind != TableKind.ENGRAM:
+        return 0
+    if wanted.hint_pages is not None:
+        return wanted.hint_pages
+    if not served[0].on_gpu:
+        return 0
+    chunk = int(published("chunked_prefill_size") or 0)
+    share = max((table.end - table.first) / table.rows for table in served)
+    rows = int(chunk * COLUMNS[kind] * share) if chunk > 0 else HINT_PAGES_MOST
+    return min(HINT_PAGES_MOST, 2 * rows)
