@@ -71,7 +71,7 @@ class ServedTable:
         first, end: the rows that this rank owns.
         device: where ids and rows are.
         on_gpu: whether the GPU path serves it, rather than its twin on the CPU.
-        begin: what the window probe wants called where a step's row numbers are known.
+        begin: what the window probe wants called when a step begins.
     """
 
     def __init__(
@@ -109,6 +109,11 @@ class ServedTable:
         """
         assert self.layer is not None
         self._attached, self._table = attached, attached.table(self.kind, self.layer)
+
+    def begins(self) -> None:
+        """Tell the window probe, if there is one, that a step's row numbers are known."""
+        if self.begin is not None:
+            self.begin()
 
     def kick(self, ids: torch.Tensor) -> None:
         """Start reading the rows that this rank owns and has not cached.
