@@ -25,6 +25,7 @@ def run(mine: Any, theirs: Any, scratch: Path) -> dict[str, Any]:
     return {
         "overlap": overlapped(mine, theirs),
         "breakable": breakable(mine, theirs),
+        "odd": odd_sizes(mine, theirs),
         "hints": hinted(mine, theirs),
         "probe": probed(mine, scratch / "windows.json"),
     }
@@ -115,6 +116,18 @@ def breakable(mine: Any, theirs: Any) -> dict[str, int]:
             found["rows"] += ids[:, i].numel()
             found["differing"] += models.differing_rows(outputs[i], stock._owned_rows(ids[:, i]))
     return found
+
+
+def odd_sizes(mine: Any, theirs: Any) -> dict[str, Any]:
+    """Lookups of no rows, one, and more than one request lists."""
+    pair = [model.layers["14"]["engram"].embed for model in (mine, theirs)]
+    sizes, differing = [0, 1, 700], 0
+    for size in sizes:
+        ids = torch.randint(pair[0].rows, (size, 24), generator=seeded(26))
+        a, b = (embed._owned_rows(ids) for embed in pair)
+        assert a.shape == b.shape
+        differing += models.differing_rows(a, b)
+    return {"sizes": sizes, "differing": differing}
 
 
 # --- hints ---------------------------------------------------------------------------------------

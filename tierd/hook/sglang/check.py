@@ -11,6 +11,7 @@ import os
 from typing import TYPE_CHECKING
 
 from tierd.errors import HookError
+from tierd.hook import settings
 from tierd.hook.findings import Finding
 from tierd.hook.sglang import guards, plugin
 
@@ -27,7 +28,7 @@ MODULES = {
 
 def run() -> list[Finding]:
     """Look at everything; one problem does not hide the next."""
-    return [_environment(), _entry_point(), *_others(), *_sources()]
+    return [_environment(), _values(), _entry_point(), *_others(), *_sources()]
 
 
 def _environment() -> Finding:
@@ -37,6 +38,18 @@ def _environment() -> Finding:
         return Finding(what, "; ".join(problems) or None, f"sglang {guards.version()}")
     except HookError as error:
         return Finding(what, str(error))
+
+
+def _values() -> Finding:
+    what = "values of TIERD_*"
+    try:
+        wanted = settings.current()
+        settings.switch("TIERD_EARLY_KICK")
+        for name, number in (("TIERD_ROWS_MAX", "rows"), ("TIERD_EXPECTED_RANKS", "ranks")):
+            settings.count(name, 1, what=number)
+    except HookError as error:
+        return Finding(what, str(error))
+    return Finding(what, None, f"socket {wanted.socket}")
 
 
 def _entry_point() -> Finding:

@@ -74,8 +74,8 @@ def _engram_tables(model: nn.Module) -> list[Any]:
         return []
     found = [module.embed for module in model.modules() if isinstance(module, engine.Engram)]
     for embed in found:
-        if not hasattr(embed, "tierd"):
-            raise _too_early("an Engram table")
+        if type(embed) is not engine.EngramEmbedding or not hasattr(embed, "tierd"):
+            raise _not_ours("an Engram table", embed)
     wanted = len(_text_config(model, "engram_layer_ids") or found)
     if len(found) != wanted:
         raise HookError(
@@ -101,7 +101,7 @@ def _ple_tables(model: nn.Module) -> list[Any]:
                     "the place of the table in host memory: start SGLang with "
                     "--ple-offload-embedding, or unset TIERD"
                 )
-            raise _too_early(name)
+            raise _not_ours(name, table)
         layer = _LAYER.search(name)
         if layer is None:
             raise HookError(f"{name}: cannot tell its layer; run: tierd hook check sglang")
@@ -110,10 +110,12 @@ def _ple_tables(model: nn.Module) -> list[Any]:
     return found
 
 
-def _too_early(what: str) -> HookError:
+def _not_ours(what: str, made: nn.Module) -> HookError:
     return HookError(
-        f"{what} was constructed before the hook was active; start SGLang by "
-        "sglang.launch_server, or set SGLANG_EXTERNAL_MODEL_PACKAGE=tierd.hook.sglang.external"
+        f"{what} is a {type(made).__module__}.{type(made).__name__}, not tierd's: constructed "
+        "before the hook was active (start SGLang by sglang.launch_server, or set "
+        "SGLANG_EXTERNAL_MODEL_PACKAGE=tierd.hook.sglang.external), or of another plugin (set "
+        "SGLANG_PLUGINS=tierd)"
     )
 
 

@@ -32,6 +32,7 @@ CACHE_ROWS = 1 << 20  # 285 MB of HBM at 264 B
 # Rows of one token, in the public models: a graph's shape must fit one request.
 COLUMNS = {TableKind.ENGRAM: 24, TableKind.PLE: 16}
 _ROWS_MAX_LEAST = 2048
+_ARENA_PAGES = 1 << 18  # of a client together: channel.arena_pages_max, unless it was changed
 HINT_PAGES_MOST = 1 << 15  # 128 MiB of the daemon's memory for a table of a rank, unless asked for
 
 
@@ -431,4 +432,5 @@ def _hint_pages(
     chunk = int(published("chunked_prefill_size") or 0)
     share = max((table.end - table.first) / table.rows for table in served)
     rows = int(chunk * COLUMNS[kind] * share) if chunk > 0 else HINT_PAGES_MOST
-    return min(HINT_PAGES_MOST, 2 * rows)
+    room = _ARENA_PAGES // len(served) - 2 * _rows_max(kind)
+    return max(0, min(HINT_PAGES_MOST, 2 * rows, room))
