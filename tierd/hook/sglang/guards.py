@@ -7,13 +7,12 @@ was started with (when the model is constructed).
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
-import inspect
 import os
 from typing import TYPE_CHECKING, Any
 
 from tierd.errors import HookError
+from tierd.hook import sources
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -120,11 +119,6 @@ def environment_problems(environ: Mapping[str, str]) -> Iterator[str]:
         )
 
 
-def digest(thing: Any) -> str:
-    """Return the digest of a class's or function's source text."""
-    return hashlib.sha256(inspect.getsource(thing).encode()).hexdigest()[:12]
-
-
 def require_source(module: ModuleType, names: tuple[str, ...]) -> None:
     """Check that what we rely on is as it was when it was read.
 
@@ -141,33 +135,8 @@ def source_problems(module: ModuleType, names: tuple[str, ...]) -> Iterator[str]
     A release that was not checked, if it was let in at all, must have each as one of the checked
     releases has it.
     """
-    found = version()
-    checked = [SOURCES[found]] if found in SOURCES else list(SOURCES.values())
-    for name in names:
-        where = f"{module.__name__}.{name}"
-        thing: Any = module
-        for part in name.split("."):
-            thing = getattr(thing, part, None)
-        if thing is None:
-            yield f"sglang {found} has no {where}; run: tierd hook check sglang"
-            continue
-        owner = getattr(thing, "__module__", "")
-        if owner != module.__name__:
-            yield (
-                f"{where} was replaced by {owner}, another plugin perhaps; two cannot serve one "
-                f"table: set SGLANG_PLUGINS={PLUGIN}, or unset TIERD"
-            )
-            continue
-        try:
-            actual = digest(thing)
-        except (OSError, TypeError):
-            actual = "no source"
-        if actual not in {source.get(name) for source in checked}:
-            yield (
-                f"{where} of sglang {found} is not what tierd was checked with (source digest "
-                f"{actual}): patched, or another build; run: pip install --force-reinstall "
-                f"--no-deps sglang=={found if found in SOURCES else max(SOURCES)}"
-            )
+    checked = sources.Checked("sglang", "sglang", "SGLANG_PLUGINS", SOURCES)
+    yield from checked.problems(version(), module, names)
 
 
 def require_settings(leaf: Any, *, hip: bool) -> None:
