@@ -26,7 +26,7 @@ from tierd.hook.sglang.tables import published
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tierd.hook.sglang.tables import ServedTable
+    from tierd.hook.served import ServedTable
 
 log = logging.getLogger("tierd")
 _DONE = "tierd_hinted"  # set on a request: its tokens up to here were hinted

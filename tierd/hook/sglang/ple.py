@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from tierd.errors import HookError
+from tierd.hook.served import ServedTable
 from tierd.hook.sglang import tables
 from tierd.hook.sglang.plugin import or_exit
 from tierd.types import RowFormat, TableKind
@@ -45,7 +46,7 @@ def _subclass(module: Any, stock: Any) -> type[nn.Module]:
                 # Dummy weights are written to what the state holds; meta has no memory for them.
                 self._register_state_dict_hook(_drop_table)
                 vocabulary = self.shard_indices
-                self.tierd = tables.ServedTable(
+                self.tierd = ServedTable(
                     TableKind.PLE,
                     None,
                     rows=self.org_vocab_size,

@@ -18,6 +18,8 @@ from tierd.hook.sglang import tables
 if TYPE_CHECKING:
     from torch import nn
 
+    from tierd.hook.served import ServedTable
+
 
 def patch(module: Any) -> None:
     """Patch ``sglang.srt.model_executor.model_runner``, if a probe is wanted."""
@@ -58,7 +60,7 @@ def install(model: nn.Module, served: list[Any]) -> None:
     if out is None or rank.rank != 0:
         return
     found = tables.ranks()[0].found
-    first: tables.ServedTable = min((module.tierd for module in served), key=_layer)
+    first: ServedTable = min((module.tierd for module in served), key=_layer)
     probe = probing.make(
         out,
         [_layer(module.tierd) for module in served],
@@ -77,6 +79,6 @@ def install(model: nn.Module, served: list[Any]) -> None:
     model.tierd_probe = probe  # type: ignore[assignment]
 
 
-def _layer(table: tables.ServedTable) -> int:
+def _layer(table: ServedTable) -> int:
     assert table.layer is not None
     return table.layer
