@@ -64,13 +64,13 @@ def kernels() -> dict[str, Any]:
         "finish": compile_kernel(kernels_kick.finish_lane, {}),
         "wait_fill": compile_kernel(kernels_fill.wait_fill, {**GEOMETRY, "CHECK": True}),
         "gather": compile_kernel(
-            kernels_gather.gather_scaled, {**gather, "GROUPS": 8}, slots="*u8"
+            kernels_gather.gather_scaled, {**gather, "GROUPS": 8, "ZERO": 1 << 22}, slots="*u8"
         ),
         "gather_plain": compile_kernel(
             kernels_gather.gather_plain, plain, slots="*i16", out="*i16"
         ),
         "gather_dram": compile_kernel(
-            kernels_gather.gather_dram_scaled, {**dram, "CANONICAL": False}
+            kernels_gather.gather_dram_scaled, {**dram, "CANONICAL": False, "ZERO": 1 << 22}
         ),
     }
 

@@ -42,7 +42,7 @@ ALLOWED = {
 IN_ENGINE = {"io", "gpu", "hook", "kv"}
 ENGINE_PACKAGES = {"numpy", "torch", "triton", "transformers", "tierd"}
 # An adapter of several modules may import its engine, and what the engine always brings.
-ADAPTER_PACKAGES = {"hook/sglang": {"sglang", "huggingface_hub"}}
+ADAPTER_PACKAGES = {"hook/sglang": {"sglang"}, "hook/vllm": {"vllm"}, "hook": {"huggingface_hub"}}
 
 
 def room_of(path: Path) -> str:

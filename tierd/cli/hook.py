@@ -7,7 +7,11 @@ import click
 from tierd.cli.base import cli, json_option, print_json
 
 # Engine -> the module whose run() returns its findings.
-CHECKS = {"sglang": "tierd.hook.sglang.check"}
+CHECKS = {
+    "sglang": "tierd.hook.sglang.check",
+    "transformers": "tierd.hook.check",
+    "vllm": "tierd.hook.vllm.check",
+}
 
 
 @cli.group()

@@ -187,7 +187,10 @@ def make_tables(
 
 def _view(image: ImageInfo, index: int, options: TableOptions) -> Any:
     low, high = options.rows_of(image)
-    return image_of(image, index, row_lo=low, row_hi=high, canonical_zero=options.canonical_zero)
+    return image_of(
+        image, index, row_lo=low, row_hi=high, canonical_zero=options.canonical_zero,
+        any_id=options.any_id, scale_zero=options.scale_zero,
+    )  # fmt: skip
 
 
 def _map_image(image: ImageInfo, fd: int, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -75,7 +75,7 @@ class DramTable:
             return
         where = (
             ids, layout.cols, layout.stride0, layout.stride1, layout.count, image.row_lo,
-            image.rows if image.row_hi is None else image.row_hi, image.rows, self._words,
+            image.rows if image.row_hi is None else image.row_hi, image.checked_rows, self._words,
         )  # fmt: skip
         marks = (self._ring, self._fault_words, self._stats, *self._keys, GRACE_NS)
         rows = gather_rows(layout.count)
@@ -85,8 +85,9 @@ class DramTable:
         if image.row_format == RowFormat.E4M3_E8M0:
             del options["BLOCK"]
             kernels_gather.gather_dram_scaled[grid](
-                *where, view, *marks, **options, GROUPS=max(4, pow2(image.dim // 32)), num_warps=1
-            )
+                *where, view, *marks, **options, GROUPS=max(4, pow2(image.dim // 32)),
+                ZERO=image.zero_scale_bits, num_warps=1,
+            )  # fmt: skip
         else:
             kernels_gather.gather_dram_plain[grid](
                 *where, self._elements, view, *marks, **options, WIDTH=pow2(image.dim),

@@ -35,9 +35,12 @@ RAW = tl.constexpr(3)
 
 
 @triton.jit
-def e8m0_scale(exponent):
-    """Return 2^(exponent - 127) as fp32; an exponent of 0 is the subnormal 2^-127."""
-    bits = tl.where(exponent == 0, 0x00400000, exponent << 23)
+def e8m0_scale(exponent, ZERO: tl.constexpr):
+    """Return 2^(exponent - 127) as fp32; an exponent of 0 is the fp32 with the bits ZERO.
+
+    These are the subnormal 2^-127's by the format, and 0 in engines that only shift the exponent.
+    """
+    bits = tl.where(exponent == 0, ZERO, exponent << 23)
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -153,6 +156,7 @@ def gather_scaled(
     arena_bytes, arena_g_words, arena_pages, fault, stats, key0, key1, grace_ns,
     ROWS_PER_PAGE: tl.constexpr, ROW_WORDS: tl.constexpr, BLOCK: tl.constexpr,
     DIM: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, CANONICAL: tl.constexpr,
+    ZERO: tl.constexpr,
 ):  # fmt: skip
     """Gather rows of e4m3 payloads with one e8m0 scale per 32; `out` is bf16 [count, DIM].
 
@@ -187,7 +191,7 @@ def gather_scaled(
             arena_bytes + (start + DIM)[:, None] + group[None, :], mask=wanted, other=0
         )
     value = payload.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    value = value * e8m0_scale(scale.to(tl.int32))[:, :, None]
+    value = value * e8m0_scale(scale.to(tl.int32), ZERO)[:, :, None]
     used = inside[:, None] & group_used
     tl.store(
         out + index.to(tl.int64)[:, None, None] * DIM + column,
@@ -248,14 +252,17 @@ def locate_dram(
     ids, cols, stride0, stride1, count, row_lo, row_hi, table_rows, ring, fault, stats, grace_ns,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Return (index, inside, rows, owned) for the dram image; a number outside the table stops."""
+    """Return (index, inside, rows, owned) for the dram image; a number outside the table stops.
+
+    With ``table_rows`` 0 any number goes.
+    """
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = index < count
     rows = tl.load(
         ids + (index // cols) * stride0 + (index % cols) * stride1, mask=inside, other=0
     ).to(tl.int64)
     owned = inside & (rows >= row_lo) & (rows < row_hi)
-    outside = inside & ((rows < 0) | (rows >= table_rows))
+    outside = inside & (table_rows > 0) & ((rows < 0) | (rows >= table_rows))
     stop_if(outside, rows, FAULT_BAD_ID, ring, fault, stats, 0, grace_ns)
     if tl.program_id(0) == 0:
         tl.store(stats + S_STEPS, tl.load(stats + S_STEPS) + 1)
@@ -267,7 +274,7 @@ def gather_dram_scaled(
     ids, cols, stride0, stride1, count, row_lo, row_hi, table_rows, image, out, ring, fault, stats,
     key0, key1, grace_ns,
     ROWS_PER_PAGE: tl.constexpr, ROW_WORDS: tl.constexpr, DIM: tl.constexpr,
-    GROUPS: tl.constexpr, ROWS: tl.constexpr, CANONICAL: tl.constexpr,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, CANONICAL: tl.constexpr, ZERO: tl.constexpr,
 ):  # fmt: skip
     """Gather rows straight from the pinned image; each word crosses the link once.
 
@@ -305,7 +312,7 @@ def gather_dram_scaled(
     payload_bytes = (payload[:, :, None] >> (byte * 8)[None, None, :]) & 0xFF
     value = payload_bytes.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
     scale_bytes = (scales[:, :, None] >> (byte * 8)[None, None, :]) & 0xFF
-    scale = e8m0_scale(tl.reshape(scale_bytes, (ROWS, GROUPS)))
+    scale = e8m0_scale(tl.reshape(scale_bytes, (ROWS, GROUPS)), ZERO)
     value = tl.reshape(value, (ROWS, GROUPS, 32)) * scale[:, :, None]
     group = tl.arange(0, GROUPS)
     column = group[None, :, None] * 32 + tl.arange(0, 32)[None, None, :]

@@ -177,6 +177,7 @@ def look_up(
     """Find each id's slot and mark it used; list the ids that have none.
 
     With LOSSY, rows without their bit in `seen` (u8, a bit a row) are not: they are served as +0.
+    `rows`: of the table, a number outside of which is a fault; 0: no number is.
 
     Nobody claims or empties words while this runs, so a plain store restamps: programs that meet
     on a word store the same value. That hits are stamped before the first miss claims also means
@@ -215,7 +216,7 @@ def look_up(
     foreign = inside & (owned == 0)
     if tl.sum(foreign.to(tl.int32), 0) > 0:
         tl.atomic_add(ring + R_FOREIGN, tl.sum(foreign.to(tl.int32), 0).to(tl.int64), sem="relaxed")
-        wrong = foreign & ((row < 0) | (row >= rows))
+        wrong = foreign & (rows > 0) & ((row < 0) | (row >= rows))
         if tl.max(wrong.to(tl.int32), 0) > 0:
             named = tl.max(tl.where(wrong, row, -0x7FFFFFFFFFFFFFFF), 0)
             set_fault(ring, fault, FAULT_BAD_ID, tl.load(ring + R_PUBLISHED), named)

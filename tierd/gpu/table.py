@@ -68,6 +68,8 @@ class TableImage:
         number: the table's number in its cache, which is also its ring's.
         row_lo, row_hi: the rows that this rank owns; others are served as +0 and never read.
         canonical_zero: whether -0 becomes +0 (sharded engines).
+        any_id: whether a number outside the table is served as +0; else it is a fault.
+        scale_zero: whether an e8m0 scale of 0 stands for 0 rather than for 2^-127.
     """
 
     name: str
@@ -81,6 +83,8 @@ class TableImage:
     row_lo: int = 0
     row_hi: int | None = None
     canonical_zero: bool = False
+    any_id: bool = False
+    scale_zero: bool = False
 
     def __post_init__(self) -> None:
         width = {"e4m3_e8m0": self.dim + self.dim // 32, "bf16": 2 * self.dim}
@@ -103,6 +107,16 @@ class TableImage:
             "ROW_WORDS": words,
             "BLOCK": pow2(words),
         }
+
+    @property
+    def checked_rows(self) -> int:
+        """Rows beyond which a number is a fault; 0: none is."""
+        return 0 if self.any_id else self.rows
+
+    @property
+    def zero_scale_bits(self) -> int:
+        """The fp32 bits that an e8m0 scale of 0 stands for."""
+        return 0 if self.scale_zero else 0x00400000
 
     @property
     def element(self) -> torch.dtype:
@@ -350,9 +364,9 @@ class GpuTable:
         with cache.lookups(stream):
             kernels_kick.look_up[(-(-layout.count // LOOKUP_ROWS),)](
                 ids, layout.cols, layout.stride0, layout.stride1, layout.count,
-                self.image.row_lo, self._hi, self.image.rows, self.image.number, cache.words,
-                cache.sets, cache.state, ring.words, lane.words, lane.desc, ring.missed_at,
-                ring.missed_rows, ring.fault_words, ring.samples, int(prefill),
+                self.image.row_lo, self._hi, self.image.checked_rows, self.image.number,
+                cache.words, cache.sets, cache.state, ring.words, lane.words, lane.desc,
+                ring.missed_at, ring.missed_rows, ring.fault_words, ring.samples, int(prefill),
                 ring.sample_threshold, cache.words if self._seen is None else self._seen,
                 ROWS=LOOKUP_ROWS, DEMAND=demand, LOSSY=self._seen is not None, num_warps=1,
             )  # fmt: skip
@@ -394,8 +408,9 @@ class GpuTable:
         options |= image.geometry
         if image.row_format == RowFormat.E4M3_E8M0:
             kernels_gather.gather_scaled[grid](
-                *shared, **options, GROUPS=pow2(image.dim // 32), num_warps=1
-            )
+                *shared, **options, GROUPS=pow2(image.dim // 32), ZERO=image.zero_scale_bits,
+                num_warps=1,
+            )  # fmt: skip
         else:
             kernels_gather.gather_plain[grid](
                 *shared, **options, WIDTH=pow2(image.dim), FORMAT=FORMATS[image.row_format],

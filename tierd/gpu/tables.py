@@ -72,6 +72,10 @@ class TableOptions:
             its tables and adds the ranks' rows up; other rows are served as +0 and not read.
             Absent: all rows. Only with a device.
         canonical_zero: turn -0 into +0, as such an addition does.
+        any_id: serve a row number outside the table as +0, as an engine does that pads its ids
+            with what happens to be there; otherwise it is a fault. Only with a device.
+        scale_zero: take an e8m0 scale of 0 for 0, as vLLM does, rather than for 2^-127, as the
+            format and SGLang do. Only with a device.
         sample_rate: share of all rows that is sampled for miss curves; None keeps one in 64.
         hint_pages: memory of the daemon for each table's hints, in pages; 0: no hints. Twice what
             a prefill chunk reads lets the next one be read ahead.
@@ -82,6 +86,8 @@ class TableOptions:
     device: str | None = None
     row_ranges: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     canonical_zero: bool = False
+    any_id: bool = False
+    scale_zero: bool = False
     sample_rate: float | None = None
     hint_pages: int = 0
     audit_every: int = 0

@@ -12,7 +12,9 @@ for it even when none is switched on.
 
 from __future__ import annotations
 
-ENGINES = ("sglang", "transformers")
+import importlib
+
+ENGINES = ("sglang", "transformers", "vllm")
 
 
 def activate(
@@ -27,7 +29,7 @@ def activate(
     May be called again; what is given then replaces what was given before.
 
     Args:
-        engine: ``"sglang"`` or ``"transformers"``.
+        engine: ``"sglang"``, ``"transformers"`` or ``"vllm"``.
         socket: the daemon's engine socket; None takes ``TIERD_SOCKET`` or the default.
         model: the name under which the tables were staged; None takes ``TIERD_MODEL`` or accepts
             any image of the checkpoint's tables.
@@ -35,7 +37,7 @@ def activate(
 
     Raises:
         HookError: an engine, or a version of it, that tierd does not serve.
-        SystemExit: an SGLang that it does not serve; SGLang would swallow an error.
+        SystemExit: an SGLang or vLLM that it does not serve; these might swallow an error.
     """
     from tierd.errors import HookError  # noqa: PLC0415 - see above
     from tierd.hook import autostart, settings  # noqa: PLC0415 - see above
@@ -44,9 +46,7 @@ def activate(
         known = ", ".join(ENGINES)
         raise HookError(f"engine {engine!r} is not one that tierd serves; there is: {known}")
     settings.override(socket=socket, model=model, cache_rows=cache_rows)
-    if engine == "sglang":
-        from tierd.hook.sglang import plugin  # noqa: PLC0415 - see above
-
-        plugin.activate()
+    if engine in {"sglang", "vllm"}:
+        importlib.import_module(f"tierd.hook.{engine}.plugin").activate()
     else:
         autostart.install()

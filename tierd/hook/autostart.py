@@ -25,7 +25,12 @@ MODEL_MODULES = {
     "transformers.models.gemma3n.modeling_gemma3n": "tierd.hook.gemma",
     "transformers.models.gemma4.modeling_gemma4": "tierd.hook.gemma",
 }
-SGLANG_MODULE = "sglang.srt.plugins"
+# Engine's module that loads its plugins -> ours. An engine finds our plugin by itself, unless it
+# was told to leave it out; here that is seen.
+PLUGIN_MODULES = {
+    "sglang.srt.plugins": "tierd.hook.sglang.plugin",
+    "vllm.plugins": "tierd.hook.vllm.plugin",
+}
 RUN_PID = "TIERD_RUN_PID"
 
 _tables_replaced = 0
@@ -53,8 +58,8 @@ def install() -> None:
     when_imported(BASE_MODULE, _patch_base)
     for name in MODEL_MODULES:
         when_imported(name, _patch_model)
-    # SGLang finds its plugin by itself, unless it was told to leave it out; here that is seen.
-    when_imported(SGLANG_MODULE, _activate_sglang)
+    for name in PLUGIN_MODULES:
+        when_imported(name, _activate_plugin)
 
 
 def note_replaced() -> None:
@@ -71,8 +76,8 @@ def _patch_model(module: ModuleType) -> None:
     _adapter(MODEL_MODULES[module.__name__]).patch(module)
 
 
-def _activate_sglang(_: ModuleType) -> None:
-    _adapter("tierd.hook.sglang.plugin").activate()
+def _activate_plugin(module: ModuleType) -> None:
+    _adapter(PLUGIN_MODULES[module.__name__]).activate()
 
 
 def _adapter(name: str) -> Any:
@@ -95,8 +100,8 @@ def _say_if_unused() -> None:
 
     Helpers that the command starts (a tokenizer worker, pip) would only be noise.
     """
-    # SGLang starts many processes, most without a model; one whose model has no table ends.
-    if _tables_replaced > 0 or SGLANG_MODULE in sys.modules:
+    # These start many processes, most without a model; one whose model has no table ends.
+    if _tables_replaced > 0 or not sys.modules.keys().isdisjoint(PLUGIN_MODULES):
         return
     engine_loaded = BASE_MODULE in sys.modules
     if not engine_loaded and os.environ.get(RUN_PID) != str(os.getpid()):

@@ -33,14 +33,12 @@ def patch_base(module: ModuleType) -> None:
     Raises:
         HookError: a release of transformers that the hook does not know.
     """
-    engine = _check_version()
+    engine = check_version()
+    problem = loading_problem(module)
+    if problem is not None:
+        raise HookError(problem)
     base = module.PreTrainedModel
     load = base._load_pretrained_model  # noqa: SLF001 - the only place between files and reading
-    if tuple(inspect.signature(load).parameters)[:4] != _LOAD_PARAMETERS:
-        raise HookError(
-            f"{engine} loads models in a way that tierd does not know "
-            f"(PreTrainedModel._load_pretrained_model); run: pip install 'tierd[hf]'"
-        )
     rows.set_engine(engine)
     base._load_pretrained_model = staticmethod(_bind_before(load, engine))  # noqa: SLF001
     base.from_pretrained = classmethod(_mark_loading(base.from_pretrained.__func__))
@@ -50,7 +48,23 @@ def patch_base(module: ModuleType) -> None:
     )
 
 
-def _check_version() -> str:
+def loading_problem(module: Any) -> str | None:
+    """Return why ``transformers.modeling_utils`` cannot be patched, if it cannot."""
+    load = getattr(module.PreTrainedModel, "_load_pretrained_model", None)
+    if load is not None and tuple(inspect.signature(load).parameters)[:4] == _LOAD_PARAMETERS:
+        return None
+    return (
+        "this transformers loads models in a way that tierd does not know "
+        "(PreTrainedModel._load_pretrained_model); run: pip install 'tierd[hf]'"
+    )
+
+
+def check_version() -> str:
+    """Return the engine's name and release.
+
+    Raises:
+        HookError: a release that the hook does not know.
+    """
     import transformers  # noqa: PLC0415 - it is being imported; this only looks it up
 
     version = str(transformers.__version__)

@@ -5,12 +5,11 @@ Imports SGLang's modules, which takes it ten seconds and more, and starts nothin
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
 import os
 from typing import TYPE_CHECKING
 
 from tierd.errors import HookError
+from tierd.hook import findings
 from tierd.hook.findings import Finding
 from tierd.hook.sglang import guards, plugin
 
@@ -27,7 +26,9 @@ MODULES = {
 
 def run() -> list[Finding]:
     """Look at everything; one problem does not hide the next."""
-    return [_environment(), _entry_point(), *_others(), *_sources()]
+    entries = findings.entry_points(guards.GROUP, guards.PLUGIN, "SGLang")
+    values = findings.of_values(("TIERD_EARLY_KICK",), ("TIERD_ROWS_MAX", "TIERD_EXPECTED_RANKS"))
+    return [_environment(), values, *entries, *_sources()]
 
 
 def _environment() -> Finding:
@@ -39,34 +40,6 @@ def _environment() -> Finding:
         return Finding(what, str(error))
 
 
-def _entry_point() -> Finding:
-    what = f"entry point {guards.PLUGIN} of {guards.GROUP}"
-    for entry in importlib.metadata.entry_points(group=guards.GROUP, name=guards.PLUGIN):
-        return Finding(what, None, entry.value)
-    return Finding(
-        what,
-        "tierd is not installed for this Python, so SGLang cannot find its plugin; "
-        "install tierd into the environment of SGLang",
-    )
-
-
-def _others() -> Iterator[Finding]:
-    """Other plugins are no problem by themselves; who replaced what is seen in the sources."""
-    for entry in importlib.metadata.entry_points(group=guards.GROUP):
-        if entry.name != guards.PLUGIN:
-            yield Finding(f"plugin {entry.name}", None, f"{entry.value}, of somebody else")
-
-
 def _sources() -> Iterator[Finding]:
     for name, parts in MODULES.items():
-        try:
-            module = importlib.import_module(name)
-        except Exception as error:  # noqa: BLE001 - whatever an engine's import may raise
-            text = f"{name} cannot be imported: {type(error).__name__}: {error}"
-            yield Finding(name, text.replace("\n", " "))
-            continue
-        try:
-            problems = list(guards.source_problems(module, parts))
-        except HookError as error:
-            problems = [str(error)]
-        yield Finding(name, "; ".join(problems) or None, ", ".join(parts))
+        yield findings.of_module(name, parts, guards.source_problems)

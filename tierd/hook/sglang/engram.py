@@ -19,6 +19,7 @@ from torch import nn
 
 from tierd.errors import HookError
 from tierd.hook import rows
+from tierd.hook.served import ServedTable
 from tierd.hook.sglang import tables
 from tierd.hook.sglang.plugin import or_exit
 from tierd.types import RowFormat, TableKind
@@ -53,9 +54,7 @@ def _subclass(stock: type[nn.Module]) -> type[nn.Module]:
     )
 
     @breakable_cuda_graph.eager_on_graph(True)  # type: ignore[untyped-decorator]
-    def gather_between_segments(
-        table: tables.ServedTable, ids: torch.Tensor, out: torch.Tensor
-    ) -> None:
+    def gather_between_segments(table: ServedTable, ids: torch.Tensor, out: torch.Tensor) -> None:
         table.gather(ids, out)
 
     class TierdEngramEmbedding(stock):  # type: ignore[valid-type, misc]
@@ -71,7 +70,7 @@ def _subclass(stock: type[nn.Module]) -> type[nn.Module]:
                     super().__init__(num_embeddings, dim, layer_id, *args, **kwargs)
                 # No parameters: nothing to load, to offload or to fill with dummy values.
                 del self.weight, self.scale
-                self.tierd = tables.ServedTable(
+                self.tierd = ServedTable(
                     TableKind.ENGRAM,
                     layer_id,
                     rows=num_embeddings,
@@ -144,6 +143,8 @@ def _kick_after(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     def wrapped(self: Any, input_ids: torch.Tensor, forward_batch: Any) -> torch.Tensor:
         ids = forward(self, input_ids, forward_batch)
         kicked = getattr(self, "tierd_tables", ())
+        if kicked:
+            kicked[0][1].begins()
         if kicked and not looked_up_elsewhere(forward_batch):
             with or_exit():
                 for index, table in kicked:

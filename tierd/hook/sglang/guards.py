@@ -7,13 +7,12 @@ was started with (when the model is constructed).
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
-import inspect
 import os
 from typing import TYPE_CHECKING, Any
 
 from tierd.errors import HookError
+from tierd.hook import sources
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -24,7 +23,13 @@ PLUGIN = "tierd"
 GROUP = "sglang.srt.plugins"
 UNCHECKED = "TIERD_ALLOW_UNCHECKED"
 
-ENGRAM = ("EngramEmbedding", "Engram", "EngramHasher.__init__", "EngramHasher.forward")
+ENGRAM = (
+    "EngramEmbedding",
+    "Engram",
+    "EngramHasher.__init__",
+    "EngramHasher.forward",
+    "EngramHasher._torch_hash_ids",
+)
 PLE = (
     "Qwen4ExpPinnedHostEmbedding",
     "Qwen4ExpNGramEmbedding",
@@ -33,7 +38,10 @@ PLE = (
     "Qwen4ExpPLELayer._consume_prefetched_embeddings",
 )
 RUNNER = ("ModelRunner.load_model",)
-MANAGER = ("NgramEmbeddingManager.update_after_decode",)
+MANAGER = (
+    "NgramEmbeddingManager.update_after_decode",
+    "NgramEmbeddingManager.prepare_for_forward",
+)
 
 # First 12 hex digits of the sha256 of each one's source text, in the order above. They are the
 # same under every Python, which those of a parsed tree would not be.
@@ -43,6 +51,7 @@ SOURCES: Mapping[str, Mapping[str, str]] = {
         "Engram": "b477ae59a490",
         "EngramHasher.__init__": "28e46e675a27",
         "EngramHasher.forward": "207fbbfd7ad3",
+        "EngramHasher._torch_hash_ids": "394d30112729",
         "Qwen4ExpPinnedHostEmbedding": "156c39c3696d",
         "Qwen4ExpNGramEmbedding": "d5d3bbb28451",
         "Qwen4ExpPLELayer.start_prefetch": "9bef869b1548",
@@ -50,12 +59,14 @@ SOURCES: Mapping[str, Mapping[str, str]] = {
         "Qwen4ExpPLELayer._consume_prefetched_embeddings": "0683b7919c85",
         "ModelRunner.load_model": "d57a14935a44",
         "NgramEmbeddingManager.update_after_decode": "89948a110583",
+        "NgramEmbeddingManager.prepare_for_forward": "4d689cd48feb",
     },
     "0.5.23": {
         "EngramEmbedding": "88dea0225e84",
         "Engram": "5e19cb4156cf",
         "EngramHasher.__init__": "9b97975e10df",
         "EngramHasher.forward": "cb27b9cf6906",
+        "EngramHasher._torch_hash_ids": "107fca547ea7",
         "Qwen4ExpPinnedHostEmbedding": "156c39c3696d",
         "Qwen4ExpNGramEmbedding": "d5d3bbb28451",
         "Qwen4ExpPLELayer.start_prefetch": "9bef869b1548",
@@ -63,6 +74,7 @@ SOURCES: Mapping[str, Mapping[str, str]] = {
         "Qwen4ExpPLELayer._consume_prefetched_embeddings": "0683b7919c85",
         "ModelRunner.load_model": "bf6781e45efd",
         "NgramEmbeddingManager.update_after_decode": "89948a110583",
+        "NgramEmbeddingManager.prepare_for_forward": "01b8007b0306",
     },
 }
 
@@ -120,11 +132,6 @@ def environment_problems(environ: Mapping[str, str]) -> Iterator[str]:
         )
 
 
-def digest(thing: Any) -> str:
-    """Return the digest of a class's or function's source text."""
-    return hashlib.sha256(inspect.getsource(thing).encode()).hexdigest()[:12]
-
-
 def require_source(module: ModuleType, names: tuple[str, ...]) -> None:
     """Check that what we rely on is as it was when it was read.
 
@@ -141,33 +148,8 @@ def source_problems(module: ModuleType, names: tuple[str, ...]) -> Iterator[str]
     A release that was not checked, if it was let in at all, must have each as one of the checked
     releases has it.
     """
-    found = version()
-    checked = [SOURCES[found]] if found in SOURCES else list(SOURCES.values())
-    for name in names:
-        where = f"{module.__name__}.{name}"
-        thing: Any = module
-        for part in name.split("."):
-            thing = getattr(thing, part, None)
-        if thing is None:
-            yield f"sglang {found} has no {where}; run: tierd hook check sglang"
-            continue
-        owner = getattr(thing, "__module__", "")
-        if owner != module.__name__:
-            yield (
-                f"{where} was replaced by {owner}, another plugin perhaps; two cannot serve one "
-                f"table: set SGLANG_PLUGINS={PLUGIN}, or unset TIERD"
-            )
-            continue
-        try:
-            actual = digest(thing)
-        except (OSError, TypeError):
-            actual = "no source"
-        if actual not in {source.get(name) for source in checked}:
-            yield (
-                f"{where} of sglang {found} is not what tierd was checked with (source digest "
-                f"{actual}): patched, or another build; run: pip install --force-reinstall "
-                f"--no-deps sglang=={found if found in SOURCES else max(SOURCES)}"
-            )
+    checked = sources.Checked("sglang", "sglang", "SGLANG_PLUGINS", SOURCES)
+    yield from checked.problems(version(), module, names)
 
 
 def require_settings(leaf: Any, *, hip: bool) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 from typing import TYPE_CHECKING
 
-from tierd.errors import TierdError
+from tierd.hook import sources
 from tierd.hook.imports import when_imported
 from tierd.hook.sglang import guards
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from types import ModuleType
 
 ENGRAM_MODULE = "sglang.srt.layers.engram"
@@ -21,18 +20,8 @@ MANAGER_MODULE = "sglang.srt.model_executor.model_runner_components.ngram_embedd
 _state = {"active": False}
 
 
-@contextlib.contextmanager
-def or_exit() -> Iterator[None]:
-    """End the process with one line instead of letting SGLang log an error and go on unserved."""
-    try:
-        yield
-    except TierdError as error:
-        raise SystemExit(f"tierd: {error}") from None
-    except Exception as error:
-        raise SystemExit(
-            f"tierd: the SGLang hook failed: {type(error).__name__}: {error}; "
-            "run: tierd hook check sglang"
-        ) from error
+or_exit = functools.partial(sources.or_exit, "SGLang", "sglang")
+"""What ends the process with one line."""
 
 
 def activate() -> None:
@@ -74,14 +63,16 @@ def _patch_ple(module: ModuleType) -> None:
 def _patch_runner(module: ModuleType) -> None:
     with or_exit():
         guards.require_source(module, guards.RUNNER)
-        from tierd.hook.sglang import loaded  # noqa: PLC0415 - see above
+        from tierd.hook.sglang import loaded, probe  # noqa: PLC0415 - see above
 
         loaded.patch(module)
+        probe.patch(module)
 
 
 def _patch_manager(module: ModuleType) -> None:
     with or_exit():
         guards.require_source(module, guards.MANAGER)
-        from tierd.hook.sglang import early  # noqa: PLC0415 - see above
+        from tierd.hook.sglang import early, hints  # noqa: PLC0415 - see above
 
         early.patch(module)
+        hints.patch(module)
