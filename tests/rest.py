@@ -16,6 +16,7 @@ from tierd.catalog import Catalog
 from tierd.config import load
 from tierd.daemon import Daemon
 from tierd.daemon.attach import AttachServer
+from tierd.daemon.exports import Exports
 from tierd.daemon.jobs import Board
 from tierd.daemon.plane import DataPlane
 from tierd.daemon.scrub import Scrubber
@@ -103,6 +104,7 @@ async def serving(device: Path, directory: Path, **overrides: Any) -> AsyncItera
         daemon.plane = DataPlane.open(daemon.settings)
         stack.callback(daemon.plane.close)
         daemon.scrubber = Scrubber(daemon.plane, daemon.settings.io, directory)
+        daemon.exports = Exports(daemon.settings.exports, daemon.plane)
         daemon.jobs = Board(daemon.catalog)
         stack.callback(daemon.jobs.close)
         daemon.attach = AttachServer(daemon.settings, daemon.plane, daemon.catalog, boot_id="boot")
