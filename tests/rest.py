@@ -17,6 +17,7 @@ from tierd.config import load
 from tierd.daemon import Daemon
 from tierd.daemon.attach import AttachServer
 from tierd.daemon.counters import Counters
+from tierd.daemon.exports import Exports
 from tierd.daemon.jobs import Board
 from tierd.daemon.plane import DataPlane
 from tierd.daemon.scrub import Scrubber
@@ -105,6 +106,7 @@ async def serving(device: Path, directory: Path, **overrides: Any) -> AsyncItera
         stack.callback(daemon.plane.close)
         daemon.counters = Counters(lambda: daemon.plane.stats())  # noqa: PLW0108 - a test replaces it
         daemon.scrubber = Scrubber(daemon.plane, daemon.settings.io, directory)
+        daemon.exports = Exports(daemon.settings.exports, daemon.plane)
         daemon.jobs = Board(daemon.catalog)
         stack.callback(daemon.jobs.close)
         daemon.attach = AttachServer(daemon.settings, daemon.plane, daemon.catalog, boot_id="boot")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from tierd.api import schemas
+from tierd.api import schemas, tiers
 from tierd.api.access import CALLER
 from tierd.api.common import EDITS, moment
 from tierd.api.jobs import job_answer
@@ -18,7 +18,8 @@ from tierd.daemon.jobs import Job
 
 if TYPE_CHECKING:
     from tierd.daemon import Daemon
-    from tierd.daemon.plane import ServedImage
+    from tierd.daemon.plane import DataPlane
+    from tierd.daemon.served import ServedImage
 
 PAGE_BYTES = 4096
 
@@ -87,13 +88,13 @@ async def get_tables(call: Call) -> schemas.Tables:
     """Every table: its window, and the counters of its reads."""
     images = call.daemon.plane.images.values()
     sums = ring_sums(call.daemon)
-    return schemas.Tables(tables=[_table(image, sums) for image in images])
+    return schemas.Tables(tables=[_table(call.daemon.plane, image, sums) for image in images])
 
 
 @routes.get(TABLE, schemas.Table)
 async def get_table(call: Call) -> schemas.Table:
     """One table."""
-    return _table(_named(call), ring_sums(call.daemon))
+    return _table(call.daemon.plane, _named(call), ring_sums(call.daemon))
 
 
 def ring_sums(daemon: Daemon) -> dict[str, Counter[str]]:
@@ -109,7 +110,7 @@ def _named(call: Call) -> ServedImage:
     return call.daemon.plane.named(f"{call.part('model')}/{call.part('table')}")
 
 
-def _table(image: ServedImage, sums: dict[str, Counter[str]]) -> schemas.Table:
+def _table(plane: DataPlane, image: ServedImage, sums: dict[str, Counter[str]]) -> schemas.Table:
     info, counts = image.info, sums.get(image.info.name, Counter())
     names = ("lookups", "hits", "misses", "steps", "late_steps", "stall_ns", "failed", "tag_errors")
     return schemas.Table(
@@ -120,7 +121,7 @@ def _table(image: ServedImage, sums: dict[str, Counter[str]]) -> schemas.Table:
         group=info.table.group,
         rows=info.table.rows,
         row_bytes=info.table.row_bytes,
-        tier="disk",
+        tier=tiers.first(image, plane),
         devices=[store.device.path for store in image.striped.stores],
         window_us=image.window_ns / 1000,
         window_source="assumed" if image.window_us is None else "placement",
@@ -153,8 +154,8 @@ def _image(image: ServedImage) -> schemas.Image:
         digest_kind=info.digest_kind,
         tensors=list(table.tensors),
         staged_at=moment(info.staged_at),
-        device=image.store.device.path,
-        device_uuid=image.store.uuid,
+        device=image.place,
+        device_uuid=image.store.uuid if image.local else "",
         extents=image.extents,
         page_version=info.page_version,
         fault="",

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from tierd.api import schemas
+from tierd.api import schemas, tiers
 from tierd.api.common import EDITS
 from tierd.api.jobs import ChangeQuery, Name
 from tierd.api.parse import Body
 from tierd.api.routing import Call, Routes
 
 if TYPE_CHECKING:
-    from tierd.daemon.plane import DataPlane, ServedImage
-    from tierd.io.store_set import StripedImage
+    from tierd.daemon.plane import DataPlane
+    from tierd.daemon.served import ServedImage
 
 WINDOW_US_MAX = 10_000_000.0
 
@@ -75,16 +75,13 @@ async def patch_placements(call: Call) -> schemas.Placements | schemas.DryRun:
 
 def _all(plane: DataPlane) -> schemas.Placements:
     served = sorted(plane.images.values(), key=lambda image: image.info.name)
-    return schemas.Placements(placements=[_placement(image) for image in served])
+    return schemas.Placements(placements=[_placement(plane, image) for image in served])
 
 
-def _placement(image: ServedImage) -> schemas.Placement:
-    tiers = [_tier(each) for each in (image.striped, *image.copies)]
-    return schemas.Placement(image=image.info.name, tiers=tiers, window_us=image.window_us)
-
-
-def _tier(image: StripedImage) -> schemas.Tier:
-    return schemas.Tier(tier="disk", devices=[store.device.path for store in image.stores])
+def _placement(plane: DataPlane, image: ServedImage) -> schemas.Placement:
+    return schemas.Placement(
+        image=image.info.name, tiers=tiers.answer(plane, image), window_us=image.window_us
+    )
 
 
 def _us(window: float | None) -> str:

@@ -44,6 +44,7 @@ class Endpoint:
         tagged: its answer has an ETag; ``If-None-Match`` and, for changes, ``If-Match`` count.
         stream: events are sent to who accepts text/event-stream; the model of one event's data.
         text: its answer is plain text, not JSON.
+        peers: other nodes may call it, with the token of exports.
     """
 
     method: str
@@ -57,6 +58,7 @@ class Endpoint:
     tagged: bool = False
     stream: type[BaseModel] | None = None
     text: bool = False
+    peers: bool = False
 
     @property
     def changes(self) -> bool:
@@ -75,8 +77,7 @@ class Endpoint:
 
     async def __call__(self, request: web.Request) -> web.StreamResponse:
         """Judge, parse, handle, answer."""
-        if self.changes:
-            access.require_change(request)
+        access.require(request, changes=self.changes, peers=self.peers)
         query = parse.query(request, self.query)
         body = None if self.body is None else await parse.body(request, self.body)
         result = await self.handler(Call(request, request.app[DAEMON], query, body))

@@ -17,6 +17,7 @@ from tierd.api import (
     devices,
     doctor,
     events,
+    exports,
     health,
     images,
     jobs,
@@ -61,6 +62,7 @@ RESOURCES: tuple[Routes, ...] = (
     placements.routes,
     clients.routes,
     kv.routes,
+    exports.routes,
     controller.routes,
     jobs.routes,
     events.routes,
@@ -83,7 +85,7 @@ def make_app(daemon: Daemon) -> web.Application:
         middlewares=[count_middleware, problem_middleware, access_middleware, limits_middleware],
         client_max_size=BODY_BYTES_MAX,
     )
-    app[ACCESS] = Access(settings)
+    app[ACCESS] = Access(settings, daemon.settings.exports)
     app[LIMITS] = Limits(settings.requests_per_s, settings.connections_max)
     app[PLACES] = Places(settings.streams_max)
     app[EXAMINATION] = Examination()

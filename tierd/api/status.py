@@ -59,6 +59,19 @@ def _status(
         totals=_totals(daemon),
         history=schemas.History(degraded=daemon.catalog.degraded, lost=daemon.catalog.lost),
         scrub=schemas.Scrub(**daemon.scrubber.status()),
+        exports=len(daemon.exports.listing()),
+        exports_fault=daemon.exports.fault,
+        peers=[
+            schemas.Peer(
+                name=peer.name,
+                up=peer.up,
+                reason=peer.reason,
+                transport=peer.transport,
+                connects=peer.connects,
+                images=plane.read_from(peer.name),
+            )
+            for peer in daemon.peers
+        ],
         session_faults=daemon.attach.faults,
         lossy=[
             schemas.LossyTable(image=one.name, seen_set=str(one.path), seen_share=one.share)

@@ -25,8 +25,8 @@ from pydantic import BaseModel, Field, ValidationError
 from tierd import __version__
 from tierd.daemon import claims, lossy
 from tierd.daemon.kv import KvLeases
-from tierd.daemon.plane import by_store, image_map
 from tierd.daemon.rings import ChannelView
+from tierd.daemon.served import by_store, image_map
 from tierd.errors import AttachError, TierdError
 from tierd.io import wire
 
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
     from tierd.catalog import Catalog
     from tierd.config import Settings
-    from tierd.daemon.plane import Attached, DataPlane, ServedImage
+    from tierd.daemon.plane import Attached, DataPlane
+    from tierd.daemon.served import ServedImage
     from tierd.io.pool import Lease
 
 log = structlog.get_logger("tierd.daemon.attach")

@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
@@ -29,6 +30,7 @@ from tierd.catalog import Catalog
 from tierd.daemon import claims, reload, systemd
 from tierd.daemon.attach import AttachServer
 from tierd.daemon.counters import Counters
+from tierd.daemon.exports import Exports
 from tierd.daemon.hub import Hub
 from tierd.daemon.jobs import Board
 from tierd.daemon.plane import DataPlane
@@ -39,10 +41,10 @@ from tierd.io import _core
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from tierd.config import Settings
     from tierd.daemon.attach import AttachedClient
+    from tierd.daemon.remotes import Peer
 
 log = structlog.get_logger("tierd.daemon")
 
@@ -95,10 +97,13 @@ class Daemon:
         watchdog: sees whether the threads still turn.
         jobs: long work.
         hub: who listens to events.
+        exports: what other nodes read here.
+        peers: other nodes whose exports are read here.
     """
 
     plane: DataPlane
     counters: Counters
+    exports: Exports
     scrubber: Scrubber
     attach: AttachServer
     steering: Steering
@@ -123,6 +128,7 @@ class Daemon:
         self._read_settings = read_settings
         self.identity = Identity(uuid.uuid4().hex, time.time(), time.monotonic())
         self.hub = Hub()
+        self.peers: list[Peer] = []
         self._make_api = make_api
         self._failed_seen: dict[tuple[int, int, int, str], int] = {}
 
@@ -223,6 +229,9 @@ class Daemon:
         self.plane = await asyncio.to_thread(DataPlane.open, settings)
         stack.push_async_callback(asyncio.to_thread, self.plane.close)
         self.counters = Counters(self.plane.stats)
+        self.exports = Exports(settings.exports, self.plane)
+        stack.push_async_callback(asyncio.to_thread, self.exports.stop)
+        stack.push_async_callback(asyncio.to_thread, self._leave_peers)
         self.scrubber = Scrubber(self.plane, settings.io, paths.state_dir)
         stack.callback(self._take_from_scrub)  # the last findings, once it has stopped
         stack.push_async_callback(asyncio.to_thread, self.scrubber.stop)
@@ -250,6 +259,28 @@ class Daemon:
         stack.callback(self.hub.close)
         self._announce()
         self.scrubber.start()
+        self.exports.start()
+        self._join_peers()
+
+    def _join_peers(self) -> None:
+        remote = self.settings.remote
+        if not remote.peers:
+            return
+        # The daemon of a node without peers needs no TLS and no HTTP client.
+        from tierd.daemon.remotes import Caller, Peer, read_token  # noqa: PLC0415
+
+        token = read_token(Path(remote.token_file), "remote.token_file")
+        self.peers = [
+            Peer(caller, remote, self.settings.pump, self.plane, self._peer_changed)
+            for caller in [Caller(peer, token, remote.ca_file) for peer in remote.peers]
+        ]
+
+    def _peer_changed(self, what: str, peer: str, why: str) -> None:
+        self.catalog.record(what, peer, **({"reason": why} if why else {}))
+
+    def _leave_peers(self) -> None:
+        for peer in self.peers:
+            peer.stop()
 
     def _start_watchdog(self) -> Any:
         daemon = self.settings.daemon
@@ -364,7 +395,7 @@ class Daemon:
         log.error(
             "requests failed",
             image=image.info.name,
-            device=image.store.device.path,
+            device=image.place,
             status=status,
             requests=count,
             pid=client.pid,

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from tierd.catalog import Catalog
     from tierd.daemon.jobs import Job, Work
-    from tierd.daemon.plane import DataPlane, ServedImage
+    from tierd.daemon.plane import DataPlane
+    from tierd.daemon.served import ServedImage
     from tierd.types import TableSpec
 
 PAGE_BYTES = 4096
@@ -135,11 +136,13 @@ def verify(
         TierdError: an image or the checkpoint is not there.
     """
     chosen: list[ServedImage] = [plane.named(name) for name in images]
+    for image in chosen:
+        image.require_local()
     source = Checkpoint.open(checkpoint) if checkpoint is not None else None
 
     def run(job: Job) -> dict[str, Any]:
         reports = []
-        for image in chosen or list(plane.images.values()):
+        for image in chosen or [each for each in plane.images.values() if each.local]:
             job.say(f"verifying {image.info.name}")
             reports.append(
                 walker.verify(
@@ -167,6 +170,7 @@ def delete(plane: DataPlane, catalog: Catalog, name: str, *, wipe: bool) -> Work
         DeviceBusyError: somebody has attached it.
     """
     image = plane.named(name)
+    image.require_local()
     if image.clients:
         raise DeviceBusyError(
             f"image {name} is attached by {image.clients} clients, so it cannot be deleted; stop "

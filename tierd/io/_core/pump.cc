@@ -226,6 +226,7 @@ std::uint32_t Pump::issue_request(ServerRing& ring, ServerRequest& request, std:
     const std::uint32_t* pages = request.pages + request.issued;
     const std::uint32_t ahead = std::min<std::uint32_t>(count, kAheadTable);
     for (std::uint32_t i = 0; i < ahead; ++i) map.prefetch(pages[i]);
+    const auto first = static_cast<std::uint8_t>(attempt_from(ring.table(), 0));
     std::uint32_t reads = 0;
     for (std::uint32_t i = 0; i < count; ++i) {
         const std::uint32_t row = request.issued + i;
@@ -233,9 +234,10 @@ std::uint32_t Pump::issue_request(ServerRing& ring, ServerRequest& request, std:
         if (i + ahead < count) map.prefetch(pages[i + ahead]);
         const std::uint32_t token = free_.back();
         free_.pop_back();
-        slots_[token] = {&ring, now_ns, row, 0, number, 0};
+        slots_[token] = {&ring, now_ns, row, 0, number, first};
         out[reads++] = prepare(token, now_ns);
     }
+    if (first != 0) counts_.passed_over += reads;
     request.issued += count;
     request.in_flight += reads;
     ring.in_flight += reads;
@@ -274,6 +276,24 @@ bool Pump::reap(std::uint64_t now_ns) {
     return true;
 }
 
+// The first attempt from `attempt` on whose tier is there. Where none is, `attempt` itself: the
+// reader then waits for the peer for a while.
+std::uint32_t Pump::attempt_from(const ServedTable& table, std::uint32_t attempt) const {
+    if (remote_ == nullptr) return attempt;
+    for (std::uint32_t a = attempt; a < table.attempts(); ++a)
+        if (remote_->ready(table.tier(a).first_device())) return a;
+    return attempt;
+}
+
+// A peer that did not answer is not asked again at once, unless the pages lie nowhere else.
+std::uint32_t Pump::attempt_after(const ReadSlot& slot, std::int32_t result) const {
+    const std::uint32_t next = slot.attempt + 1u;
+    const ServedTable& table = slot.ring->table();
+    if (remote_ == nullptr || next >= table.attempts()) return next;
+    const bool unanswered = slot.attempt == 0 && result < 0 && remote_->is_remote(slot.device);
+    return attempt_from(table, unanswered && table.attempts() > 2 ? 2 : next);
+}
+
 std::uint8_t* Pump::target(const ReadSlot& slot) const {
     return slot.ring->arena(slot.ring->arena_page(slot.ring->request(slot.request), slot.row));
 }
@@ -288,9 +308,10 @@ void Pump::finish(std::uint32_t token, std::int32_t result) {
         const Status status = judge(slot, result);
         if (status != Status::ok) {
             ++device.errors;
-            if (slot.attempt + 1u < ring.table().attempts() && request.status == Status::ok) {
-                ++(slot.attempt == 0 ? counts_.retries : counts_.next_tier);
-                ++slot.attempt;
+            const std::uint32_t next = attempt_after(slot, result);
+            if (next < ring.table().attempts() && request.status == Status::ok) {
+                ++(next == 1 ? counts_.retries : counts_.next_tier);
+                slot.attempt = static_cast<std::uint8_t>(next);
                 retries_.push_back(token);
                 return;
             }
