@@ -122,6 +122,10 @@ class RdmaMemoryError(RdmaError):
     """Memory could not be registered: the limit on locked memory, or not enough of it."""
 
 
+class DramError(TierdError):
+    """An image has no place in this node's memory."""
+
+
 class RdmaPeerError(RdmaError):
     """The peer cannot be read from: refused, gone, of another version, or nothing fits."""
 

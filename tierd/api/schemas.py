@@ -122,6 +122,18 @@ class Peer(Answer):
     images: list[str]  # read from it now
 
 
+class DramImage(Answer):
+    """An image in this node's memory, or on its way there."""
+
+    image: str
+    state: str  # loading, ready or failed
+    reason: str  # why it failed; ""
+    pages: int
+    loaded_pages: int
+    size_bytes: int
+    memory: str  # huge pages, or why not; "" before there is any
+
+
 class Status(Answer):
     """GET /v1/status."""
 
@@ -143,6 +155,7 @@ class Status(Answer):
     history: History
     scrub: Scrub
     session_faults: int
+    dram: list[DramImage]  # images that GPUs of this node read from its memory
     exports: int  # images that other nodes may read, or soon will
     exports_fault: str  # why nothing can be exported; ""
     peers: list[Peer]
@@ -399,7 +412,7 @@ class Tables(Answer):
 class Tier(Answer):
     """One place that a table's rows are read from."""
 
-    tier: Literal["disk", "remote"]
+    tier: Literal["dram", "disk", "remote"]
     devices: list[str]  # of a remote tier: the peer
     why: str  # it stands where it stands; for a remote one that is away: why it is
     linked: bool | None = None  # whether a remote one can be read now

@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING
 from tierd.api import schemas
 
 if TYPE_CHECKING:
+    from tierd.daemon import Daemon
+    from tierd.daemon.dram import Held
     from tierd.daemon.plane import DataPlane
     from tierd.daemon.remote_tiers import RemoteTier
     from tierd.daemon.served import ServedImage
 
 
-def answer(plane: DataPlane, image: ServedImage) -> list[schemas.Tier]:
+def answer(daemon: Daemon, image: ServedImage) -> list[schemas.Tier]:
     """Return a table's tiers; a page that fails in one is read from the next."""
+    plane = daemon.plane
     disks = [
         schemas.Tier(
             tier="disk",
@@ -24,13 +27,24 @@ def answer(plane: DataPlane, image: ServedImage) -> list[schemas.Tier]:
         if image.local
     ]
     remotes = [_remote(plane, image, tier) for tier in image.remotes.values()]
-    return [*remotes, *disks] if plane.remote_first else [*disks, *remotes]
+    held = daemon.attach.dram.of(image)
+    dram = [] if held is None else [_dram(held)]
+    return [*dram, *remotes, *disks] if plane.remote_first else [*dram, *disks, *remotes]
 
 
 def first(image: ServedImage, plane: DataPlane) -> str:
     """Return the kind of the tier that is read now."""
     linked = any(tier.linked for tier in image.remotes.values())
     return "remote" if not image.local or (linked and plane.remote_first) else "disk"
+
+
+def _dram(held: Held) -> schemas.Tier:
+    why = {
+        "ready": "dram.images names it: GPUs that attach read it without a cache",
+        "loading": f"loading: {held.loaded} of {held.image.info.pages} pages",
+        "failed": f"away: {held.reason}",
+    }
+    return schemas.Tier(tier="dram", devices=[], why=why[held.state])
 
 
 def _remote(plane: DataPlane, image: ServedImage, tier: RemoteTier) -> schemas.Tier:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from tierd.config.dram import DramSection
 from tierd.config.explain import wrong_unit
 from tierd.config.layers import ENV_PREFIX, Layer, nest, place, read_file
 from tierd.config.listen import check_listeners
@@ -364,6 +365,7 @@ class Settings(BaseSettings):
     io: IoSection = IoSection()
     channel: ChannelSection = ChannelSection()
     kv: KvSection = KvSection()
+    dram: DramSection = DramSection()
     exports: ExportsSection = ExportsSection()
     remote: RemoteSection = RemoteSection()
     controller: ControllerSection = ControllerSection()

@@ -24,6 +24,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from tierd import __version__
 from tierd.daemon import claims, lossy
+from tierd.daemon.dram import DramImages
 from tierd.daemon.kv import KvLeases
 from tierd.daemon.rings import ChannelView
 from tierd.daemon.served import by_store, image_map
@@ -136,6 +137,7 @@ class AttachServer:
         self.boot_id = boot_id
         self.lossy = lossy.find(settings.lossy, plane.images.values())
         self.clients: dict[str, AttachedClient] = {}
+        self.dram = DramImages(settings.dram, plane)
         self.kv = KvLeases(settings.kv.pool_bytes)
         self.departed: dict[str, Counter[str]] = {}
         self.faults = 0
@@ -397,7 +399,7 @@ class _Session:
         server = self._server
         text = json.dumps(image_map(wanted)).encode()
         stores = by_store(wanted)
-        answer = {
+        answer: dict[str, Any] = {
             "ok": True,
             "client": client.client_id,
             "devices": [{"uuid": store.uuid, "path": store.device.path} for store, _ in stores],
@@ -410,10 +412,22 @@ class _Session:
             fds.append(_memory_file("tierd-map", text))
             # Each carries leases: while this client lives, its images' extents are not reused.
             fds.extend(store.reader_fd(images) for store, images in stores)
+            if client.view.on_gpu:
+                answer["dram"] = self._take_dram(wanted, fds)
         except BaseException:
             wire.close_all(fds)
             raise
         return answer, fds
+
+    def _take_dram(self, wanted: Sequence[ServedImage], fds: list[int]) -> list[dict[str, int]]:
+        """Append the memory files of those images that have one; return which, in that order."""
+        found = []
+        for index, image in enumerate(wanted):
+            taken = self._server.dram.take(image)
+            if taken is not None:
+                fds.append(taken[0])
+                found.append({"image": index, "bytes": taken[1]})
+        return found
 
     async def _drop(self, why: str) -> None:
         client, self._client = self._client, None

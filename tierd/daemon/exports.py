@@ -187,7 +187,7 @@ class Exports:
         started = time.monotonic()
         try:
             memory = export.memory = exports.ImageMemory(image.info.pages)
-            exports.load(image.striped, memory, lambda done, _: self._progress(export, done))
+            exports.load(image.striped, memory.pages, lambda done, _: self._progress(export, done))
             if self._stop.is_set():
                 return
             export.region = verbs.register(self._context, memory.pages)

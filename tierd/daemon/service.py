@@ -260,6 +260,8 @@ class Daemon:
         self._announce()
         self.scrubber.start()
         self.exports.start()
+        self.attach.dram.start()
+        stack.push_async_callback(asyncio.to_thread, self.attach.dram.stop)
         self._join_peers()
 
     def _join_peers(self) -> None:

@@ -68,13 +68,15 @@ class ImageMemory:
 
 
 def load(
-    image: StripedImage, memory: ImageMemory, progress: Callable[[int, int], bool] | None = None
+    image: StripedImage,
+    pages: NDArray[np.uint8],
+    progress: Callable[[int, int], bool] | None = None,
 ) -> None:
     """Read an image into memory and check every page and tag of it.
 
     Args:
         image: what is read.
-        memory: of its size.
+        pages: uint8 [pages * 4096], page aligned; they go there.
         progress: called with (pages done, pages in all); False stops it.
 
     Raises:
@@ -84,12 +86,12 @@ def load(
     total = image.info.pages
     for first in range(0, total, BLOCK_PAGES):
         count = min(BLOCK_PAGES, total - first)
-        faults = reader.read(first, memory.pages[first * PAGE_BYTES : (first + count) * PAGE_BYTES])
+        faults = reader.read(first, pages[first * PAGE_BYTES : (first + count) * PAGE_BYTES])
         bad = np.flatnonzero(faults)
         if bad.size:
             page = first + int(bad[0])
             raise VerifyError(
-                f"image {image.name} cannot be exported: page {page} on {reader.device_of(page)}: "
+                f"image {image.name} cannot be loaded: page {page} on {reader.device_of(page)}: "
                 f"{FAULT_WORDS[int(faults[bad[0]])]}; run: tierd verify {image.name} --full"
             )
         if progress is not None and not progress(first + count, total):

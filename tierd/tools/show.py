@@ -53,6 +53,13 @@ def status(
     for number, pump in enumerate(state["pumps"]):
         reason = f" ({pump['transport_reason']})" if pump["transport_reason"] else ""
         console.print(f"  pump {number}: {pump['transport']}{reason}")
+    for held in state["dram"]:
+        place = {
+            "ready": f"in memory, {held['memory']}",
+            "loading": f"{held['loaded_pages']} of {held['pages']} pages are in memory",
+            "failed": f"not in memory: {held['reason']}",
+        }
+        console.print(f"  {held['image']}: {place[held['state']]}")
     for line in _concerns(state):
         console.print(f"  {line}")
     console.print(f"  {state['images']} images, {len(clients)} clients")
