@@ -31,7 +31,6 @@ from tierd.api.access import ACCESS, Access, access_middleware
 from tierd.api.common import DAEMON, EDITS
 from tierd.api.doctor import EXAMINATION, Examination
 from tierd.api.limits import LIMITS, Limits, count_middleware, limits_middleware
-from tierd.api.openapi import DOCUMENT
 from tierd.api.problems import problem_middleware
 from tierd.api.streams import PLACES, Places
 from tierd.config.listen import is_loopback, parse_listen
@@ -89,7 +88,7 @@ def make_app(daemon: Daemon) -> web.Application:
     app[LIMITS] = Limits(settings.requests_per_s, settings.connections_max)
     app[PLACES] = Places(settings.streams_max)
     app[EXAMINATION] = Examination()
-    app[DOCUMENT] = openapi.document(RESOURCES)
+    app[openapi.RESOURCES] = RESOURCES
     _share(app, daemon, RESOURCES)
     return app
 
