@@ -29,7 +29,11 @@ def images(listed: list[dict[str, Any]]) -> None:
             str(image["generation"]),
             " ".join(image["devices"]),
         )
-    make_console().print(table)
+    console = make_console()
+    console.print(table)
+    for image in listed:
+        if image.get("fault"):
+            console.print(f"not served: {image['name']}: {image['fault']}")
 
 
 def status(
