@@ -249,6 +249,12 @@ def test_list_says_what_is_not_served_and_verify_that_it_did_nothing(
     assert f"not served: {NAME}: device " in " ".join(listed.split())
     none = tmp_path / "none"
     tierd("format", none, "--size", "8MiB")
+    both = ["--device", disks[0], "--device", disks[1]]
+    spare = tmp_path / "spare"
+    tierd("format", spare, "--size", "8MiB")
+    tierd("images", "copy", NAME, *both, "--to", spare)
+    listed = tierd("images", "list", *both, "--device", spare).stdout
+    assert f"copy of {NAME}: {spare}" in " ".join(listed.split())
     assert tierd("verify", "--full", "--device", none).stdout.startswith("no images, so nothing")
 
 

@@ -32,6 +32,8 @@ def images(listed: list[dict[str, Any]]) -> None:
     console = make_console()
     console.print(table)
     for image in listed:
+        for copy in image.get("copies", ()):
+            console.print(f"copy of {image['name']}: {' '.join(copy)}")
         if image.get("fault"):
             console.print(f"not served: {image['name']}: {image['fault']}")
 
