@@ -504,7 +504,7 @@ def finish(world: World) -> None:
         scrubbing.whole_pass(world, number)
     for number, model in enumerate(world.models):
         for name in sorted(model.state.images):
-            world.stores(number).delete(name)
+            _delete_at_last(world, number, name)
         owed = world.stores(number).wipes()
         for name in sorted({wipe.name for _, wipe in owed}):
             world.stores(number).finish_wipes(name)
@@ -514,6 +514,15 @@ def finish(world: World) -> None:
             if store.free_pages != store.capacity_pages:
                 raise Violation("leak", f"set {number}: {store.free_pages} pages free when empty")
     world.stop()
+
+
+def _delete_at_last(world: World, number: int, name: str) -> None:
+    """Delete, or wipe: most wipes of images on several devices are these."""
+    stores, wipe = world.stores(number), world.chance.random() < 0.5
+    held = [(share.path, share.extents) for share in stores.image(name).shares]
+    stores.delete(name, wipe=wipe)
+    if wipe:
+        _require_zeroes(world, name, held)
 
 
 def _read_all(world: World, number: int, name: str) -> None:
