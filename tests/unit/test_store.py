@@ -377,8 +377,8 @@ def test_a_roots_bytes_are_those_of_the_format_page(two_states) -> None:
     assert ROOT_OFFSETS == (0, 65536)
     table = json.loads(medium[root.table_offset : root.table_offset + root.table_bytes])
     assert list(table) == [
-        "format", "uuid", "sequence", "images", "parts", "placements", "identities",
-    ]  # fmt: skip
+            "format", "uuid", "sequence", "images", "parts", "placements", "identities", "wipes",
+        ]  # fmt: skip
     assert list(table["images"][0]) == ["info", "state", "devices", "extents", "members"]
     assert table["images"][0]["extents"] == [[0, 600, 512]]
 

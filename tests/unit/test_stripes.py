@@ -163,6 +163,8 @@ def test_a_device_that_is_missing_is_named(devices: list[Path], made) -> None:
             walker.verify(stores, NAME)
         with pytest.raises(ImageIncompleteError, match="cannot be wiped"):
             stores.delete(NAME, wipe=True)
+        with pytest.raises(ImageIncompleteError, match="or delete the image and stage it again"):
+            put(stores, made)  # it is there already, and of no use
     with opened([devices[2]]) as stores:
         (part,) = stores.stores[0].parts
         assert part.name == NAME

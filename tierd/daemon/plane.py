@@ -125,9 +125,12 @@ class DataPlane:
 
     def _open_stores(self) -> None:
         errors: list[DeviceError] = []
+        paths: list[str] = []
         for name in self._settings.devices.paths:
             try:
-                self.stores.append(Store.open(find_devices.resolve(name), write=True))
+                paths.append(find_devices.resolve(name))
+                find_devices.require_distinct(paths)
+                self.stores.append(Store.open(paths[-1], write=True))
             except (DeviceMissingError, DeviceFailedError, DeviceDamagedError) as error:
                 self.absent[name] = str(error)
                 errors.append(error)

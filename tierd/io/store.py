@@ -24,14 +24,13 @@ import numpy as np
 
 from tierd.errors import (
     DeviceBusyError,
-    DeviceDamagedError,
     DeviceError,
     DeviceFailedError,
     DeviceForeignError,
     DeviceTooSmallError,
     ImageError,
 )
-from tierd.io import formatting, signatures, superblock
+from tierd.io import formatting, opening, signatures, superblock
 from tierd.io.device import PAGE_BYTES, Device, aligned_buffer
 from tierd.io.extent_table import Identity, Member, Part, StoredImage, Wipe
 from tierd.io.layout import Areas, choose_extents, free_ranges, occupied
@@ -134,7 +133,7 @@ class Store:
             # What a killed predecessor wrote may still be in the device's cache. It must not be
             # believed, and built upon, before it is sure to survive a power cut.
             device.flush()
-        loaded = _load_settled(device)
+        loaded = opening.load(device)
         if loaded is None:
             content = signatures.find_content(device)
             what = f"holds {content}" if content else "is empty"
@@ -589,11 +588,3 @@ def _pieces(extents: Iterable[Extent], size: int) -> Iterator[tuple[int, int]]:
         start, end = occupied(extent)
         for offset in range(start, end, size):
             yield offset, min(size, end - offset)
-
-
-def _load_settled(device: Device) -> superblock.Loaded | None:
-    """Load; for a reader beside a writer, again if two commits overtook the first look."""
-    for _ in range(0 if device.writable else 3):
-        with contextlib.suppress(DeviceDamagedError):
-            return superblock.load(device)
-    return superblock.load(device)

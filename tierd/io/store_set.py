@@ -23,7 +23,7 @@ from tierd.errors import (
     ImageIncompleteError,
     ImageVersionError,
 )
-from tierd.io import _core, layout, stripes
+from tierd.io import _core, find_devices, layout, stripes
 from tierd.io.device import PAGE_BYTES
 from tierd.io.extent_table import Member, Part, StoredImage, Wipe
 from tierd.io.store import Store, pages_of
@@ -165,6 +165,9 @@ class StoreSet:
         Raises:
             DeviceError: as :meth:`tierd.io.store.Store.open`; nothing stays open.
         """
+        paths = list(paths)
+        if write:
+            find_devices.require_distinct(paths)
         with contextlib.ExitStack() as stack:
             opened = cls(stack.enter_context(Store.open(path, write=write)) for path in paths)
             if write:
@@ -234,8 +237,16 @@ class StoreSet:
 
         Raises:
             ImageError: there is none; the message lists near names.
+            ImageIncompleteError: there are parts of it only; the message names its home.
         """
         found = self.find(name)
+        if found is None and (orphans := self.orphans(name)):
+            store, part = orphans[0]
+            raise ImageIncompleteError(
+                f"{store.device.path} holds a part of {name}, whose home, device {part.home}, is "
+                "not named; name it, too; if it is gone for good, give the part up; "
+                f"run: tierd images delete {name} --parts --device {store.device.path}"
+            )
         if found is None:
             names = sorted({image.name for store in self.stores for image in store.images})
             near = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
@@ -346,6 +357,40 @@ class StoreSet:
                 if store is not None:
                     stack.callback(store.drop_parts, [_part_of(home, image, member)], devices)
 
+    def orphans(self, name: str) -> list[tuple[Store, Part]]:
+        """Parts of an image whose home is not here, with their devices."""
+        return [
+            (store, part)
+            for store in self.stores
+            for part in store.parts
+            if part.name == name and part.home not in self._by_uuid
+        ]
+
+    def drop_orphans(self, name: str, *, wipe: bool = False) -> int:
+        """Give up what these devices hold of an image whose home is gone for good.
+
+        Returns:
+            Bytes that are free by that.
+
+        Raises:
+            ImageError: they hold no part of it, or its home is here.
+            DeviceBusyError: a reader holds a lease on it.
+            DeviceError: a commit or the wipe failed.
+        """
+        orphans = self.orphans(name)
+        if not orphans:
+            raise ImageError(
+                f"{self.path}: no part of {name} whose home is elsewhere; "
+                f"run: tierd devices inspect {self.stores[0].device.path}"
+            )
+        for store, part in orphans:
+            store.require_unleased(part)
+        for store, part in orphans:
+            store.drop_parts([part], (store.uuid,) if wipe else ())
+        if wipe:
+            self.finish_wipes(name)
+        return sum(pages_of(part.extents) for _, part in orphans) * PAGE_BYTES
+
     def wipes(self, name: str | None = None) -> list[tuple[Store, Wipe]]:
         """Wipes that were begun and not finished, of all images or of one, with their devices."""
         return [
@@ -430,6 +475,7 @@ class StoreSet:
         """
         free = {store.uuid: store.free_pages for store in self.stores}
         need = dict.fromkeys(free, 0)
+        lacking = dict.fromkeys(free, 0)
         for name, pages in wanted:
             order = self.order_for(name)
             count = stripes.devices_used(pages, len(order))
@@ -437,11 +483,12 @@ class StoreSet:
                 share = stripes.share_pages(pages, index, count)
                 units = layout.units_of(share) * layout.UNIT_PAGES
                 need[store.uuid] += units
-                have = free[store.uuid]
-                if units > have:
-                    raise store.too_small(need[store.uuid], need[store.uuid] - units + have)
                 free[store.uuid] -= units
+                lacking[store.uuid] = max(lacking[store.uuid], -free[store.uuid])
             self._free_after_dropping(name, free)
+        for store in self.stores:
+            if lacking[store.uuid]:
+                raise store.too_small(need[store.uuid], need[store.uuid] - lacking[store.uuid])
 
     def _free_after_dropping(self, name: str, free: dict[str, int]) -> None:
         home = self.order_for(name)[0]

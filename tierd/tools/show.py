@@ -29,7 +29,13 @@ def images(listed: list[dict[str, Any]]) -> None:
             str(image["generation"]),
             " ".join(image["devices"]),
         )
-    make_console().print(table)
+    console = make_console()
+    console.print(table)
+    for image in listed:
+        for copy in image.get("copies", ()):
+            console.print(f"copy of {image['name']}: {' '.join(copy)}")
+        if image.get("fault"):
+            console.print(f"not served: {image['name']}: {image['fault']}")
 
 
 def status(
