@@ -176,8 +176,8 @@ def look_up(
 ):  # fmt: skip
     """Find each id's slot and mark it used; list the ids that have none.
 
-    With LOSSY, rows without their bit in `seen` (u8, a bit a row) are not: they are served as +0.
-    `rows`: of the table, a number outside of which is a fault; 0: no number is.
+    `rows`: of the table, a number outside of which is a fault; 0: no number is. With LOSSY, ids
+    without their bit in `seen` (u8, a bit a row) are not listed: they are served as +0.
 
     Nobody claims or empties words while this runs, so a plain store restamps: programs that meet
     on a word store the same value. That hits are stamped before the first miss claims also means

@@ -171,7 +171,9 @@ def served_ple(name: str) -> dict[str, Any]:
     again = mine.table(ids)  # through reduce
     stock = theirs.table.gather(ids)  # its kernel, in Triton's interpreter
     state = dict(mine.table.state_dict())
+    probed = bool(FACTS.get("modes")) and modes.ple_probed(mine, Path(FACTS["scratch"]) / name)
     return {
+        "probed": probed,
         "rows": ids.numel(),
         "differing": models.differing_rows(out, stock) + models.differing_rows(again, stock),
         "weight": str(mine.table.weight.device),

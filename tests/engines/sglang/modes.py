@@ -256,3 +256,18 @@ def probed(mine: Any, out: Path) -> dict[str, Any]:
         layer["engram"].embed.tierd.begin = None
     mine.engram_hasher.history.copy_(history)
     return {key: found[key] for key in ("engine", "model", "step_s", "layers")}
+
+
+def ple_probed(mine: Any, out: Path) -> bool:
+    """Whether a PLE layer is delayed where it is called, and its gather begins a step."""
+    from tierd.hook import probing
+    from tierd.hook.sglang import loaded
+
+    os.environ[probing.SWITCH] = str(out)
+    try:
+        loaded.take(mine)
+        hooked = [name for name, module in mine.named_modules() if module._forward_pre_hooks]
+        return hooked == ["layers.1.ple"] and mine.table.tierd.begin == mine.tierd_probe.begin
+    finally:
+        mine.table.tierd.begin = None
+        del os.environ[probing.SWITCH], mine.tierd_probe

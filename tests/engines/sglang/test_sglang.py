@@ -89,6 +89,7 @@ def test_the_probe_finds_when_layers_need_their_rows(scenarios: Scenarios) -> No
     assert found["step_s"]["2"] == pytest.approx(0.020)
     windows = {layer: sizes["2"]["window_s"] for layer, sizes in found["layers"].items()}
     assert windows == pytest.approx({"1": 0.010, "14": 0.020}, abs=1e-6)
+    assert scenarios["served"]["ple-fp8"]["probed"] is True
 
 
 def test_the_audit_compares_what_was_served(scenarios: Scenarios) -> None:
