@@ -13,6 +13,7 @@ PY := .venv/bin/python
 	bench-report \
 	bench-sglang \
 	bench-storage \
+	bench-vllm \
 	build \
 	chaos \
 	clean \
@@ -29,7 +30,8 @@ PY := .venv/bin/python
 	sim-soak \
 	stubs \
 	test \
-	test-sglang
+	test-sglang \
+	test-vllm
 
 all: lint test
 
@@ -70,6 +72,14 @@ test-sglang: .venv-sglang/.ready
 	$(PY) -m pytest tests/engines/sglang
 bench-sglang: .venv-sglang/.ready
 	$(PY) -m bench.sglang
+
+# vLLM's real modules of 0.33.0, and a whole vLLM 0.32.0 for CPUs (.venv-vllm).
+.venv-vllm/.ready: .venv/.built tests/engines/vllm/requirements.txt tools/vllm_venvs.sh
+	tools/vllm_venvs.sh
+test-vllm: .venv-vllm/.ready
+	$(PY) -m pytest tests/engines/vllm
+bench-vllm: .venv-vllm/.ready
+	$(PY) -m bench.vllm
 
 demo: build
 	$(PY) -m tierd.cli demo
