@@ -18,6 +18,7 @@ from tierd.daemon import Daemon
 from tierd.daemon.attach import AttachServer
 from tierd.daemon.jobs import Board
 from tierd.daemon.plane import DataPlane
+from tierd.daemon.recent import Recent
 from tierd.daemon.scrub import Scrubber
 from tierd.daemon.steering import Steering
 
@@ -109,6 +110,7 @@ async def serving(device: Path, directory: Path, **overrides: Any) -> AsyncItera
         daemon.steering = Steering(
             daemon.settings.controller, daemon.plane, daemon.attach, daemon.catalog
         )
+        daemon.recent = Recent(daemon.plane, daemon.attach)
         api = RestApi(daemon)
         sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         sock.bind(str(path))

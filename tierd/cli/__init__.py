@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tierd.cli import (
     config,
+    dashboard,
     devices,
     hook,
     images,
@@ -25,6 +26,7 @@ from tierd.cli.base import cli, main
 __all__ = [
     "cli",
     "config",
+    "dashboard",
     "devices",
     "hook",
     "images",

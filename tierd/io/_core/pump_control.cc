@@ -305,7 +305,7 @@ std::uint32_t Pump::add_device(int fd) {
     const auto device = static_cast<std::uint32_t>(free - devices_.begin());
     *free = {own, 0};
     call([&] {
-        device_counts_[device] = {device, 0, 0};
+        device_counts_[device] = {device, 0, 0, 0, {}};
         reader_->add_device(device, own);
         return Progress::finished;
     });
