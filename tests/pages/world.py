@@ -46,10 +46,11 @@ def node_of(
 ) -> Node:
     """A node with a table a layer; further devices are formatted, with one table each."""
     directory.mkdir(parents=True, exist_ok=True)
-    tiny = checkpoints.engram(
-        directory / "checkpoint", rows=rows, layers=tuple(range(1, layers + 1))
-    )
-    node = make_node(directory, {model: tiny}, size=max(16, 4 * layers) << 20)
+    numbers = tuple(range(1, layers + 1))
+    models = {}
+    if layers:
+        models[model] = checkpoints.engram(directory / "checkpoint", rows=rows, layers=numbers)
+    node = make_node(directory, models, size=max(16, 4 * layers) << 20)
     for number in range(1, devices):
         path = directory / f"device{number}.img"
         small = checkpoints.engram(directory / f"small{number}", rows=200, layers=(number,))
@@ -102,7 +103,13 @@ def engines(
 
 
 class Door:
-    """A running ``tierd dashboard``."""
+    """A running ``tierd dashboard``.
+
+    Attributes:
+        origin: scheme, host and port of its addresses.
+    """
+
+    origin = ""
 
     def __init__(self, node: Node, *, port: int = 0) -> None:
         command = [
@@ -116,7 +123,9 @@ class Door:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, "tierd dashboard ended"
-        return str(json.loads(line)["url"])
+        url = str(json.loads(line)["url"])
+        self.origin = url.partition("/#")[0]
+        return url
 
     def close(self) -> None:
         self.process.send_signal(signal.SIGINT)

@@ -19,7 +19,7 @@ from tests.daemons import make_node
 from tests.rest import Rest, serving
 from tierd.api import pages
 from tierd.api.door import Door
-from tierd.api.overview import History, Overview
+from tierd.api.overview import Overview, Past
 from tierd.daemon import claims, recent
 from tierd.daemon.recent import READ_TIME_BOUNDS_US, READ_TIME_BUCKETS, quantile_us
 from tierd.gpu.client import Client, list_images
@@ -95,13 +95,18 @@ async def test_what_an_engine_reads_is_in_the_overview(
     monkeypatch.setattr(recent, "LIVE_S", 0.0)
     daemon = rest.daemon
     await daemon.recent.look(0.0)
-    rows = 400
     async with attached(rest, tmp_path) as client:
         await daemon.recent.look(0.0)
-        await asyncio.to_thread(step, client, rows)
-        await daemon.recent.look(0.0)
-        seen = Overview.model_validate(await rest.get("/v1/overview"))
-        table = seen.tables[0]
+        table = None
+        # On a busy machine the client's guardian may serve it; its reads are not the pump's.
+        for first in range(0, 500, 50):
+            await asyncio.to_thread(step, client, first)
+            await daemon.recent.look(0.0)
+            seen = Overview.model_validate(await rest.get("/v1/overview"))
+            table = seen.tables[0]
+            if table.reads and table.lookups_per_s:
+                break
+        assert table is not None
         assert table.reads > 0
         assert sum(table.read_times) == table.reads
         assert table.read_p50_us is not None
@@ -112,7 +117,7 @@ async def test_what_an_engine_reads_is_in_the_overview(
         assert seen.devices[0].reads_per_s > 0
         (one,) = seen.clients
         assert (one.engine, one.tables, one.guardian, one.hit_ratio) == ("test", 2, 0, 0.0)
-    history = History.model_validate(await rest.get("/v1/history?points=2"))
+    history = Past.model_validate(await rest.get("/v1/history?points=2"))
     assert len(history.times) == len(history.hit_ratio) == 2
     assert max(history.reads_per_s) > 0
 
@@ -143,8 +148,8 @@ async def attached(rest: Rest, directory: Path) -> AsyncIterator[Client]:
         listener.close()
 
 
-def step(client: Client, rows: int) -> None:
-    ids, out = np.arange(rows), np.empty((rows, 256), np.uint16)
+def step(client: Client, first: int) -> None:
+    ids, out = np.arange(first, first + 50), np.empty((50, 256), np.uint16)
     for name in ("layers.1.engram", "layers.14.engram"):
         client.table(name).kick(ids)
         client.table(name).gather(ids, out)

@@ -158,7 +158,7 @@ class Overview(BaseModel):
     kv: KvNow
 
 
-class History(BaseModel):
+class Past(BaseModel):
     """GET /v1/history: one list entry a point, oldest first; null where nothing happened."""
 
     seconds: float  # between two points
@@ -192,19 +192,19 @@ async def get_overview(call: Call) -> Overview | web.StreamResponse:
     return await _look(call)
 
 
-@routes.get("/v1/history", History, query=HistoryQuery)
-async def get_history(call: Call) -> History:
+@routes.get("/v1/history", Past, query=HistoryQuery)
+async def get_history(call: Call) -> Past:
     """Rates and shares of the last hours, since the daemon's start at most."""
     points = list(call.daemon.recent.history)[-call.query.points :]
     # From the monotonic clock, so that a step of the wall clock bends no curve.
     offset = time.time() - time.monotonic()
     columns: dict[str, list[Any]] = {
         name: [_short(getattr(point, name)) for point in points]
-        for name in History.model_fields
+        for name in Past.model_fields
         if name not in {"seconds", "times"}
     }
     times = [round(point.at + offset, 1) for point in points]
-    return History(seconds=HISTORY_S, times=times, **columns)
+    return Past(seconds=HISTORY_S, times=times, **columns)
 
 
 async def _follow(call: Call) -> AsyncGenerator[Item, None]:
@@ -217,7 +217,7 @@ async def _follow(call: Call) -> AsyncGenerator[Item, None]:
 
 async def _look(call: Call) -> Overview:
     daemon = call.daemon
-    look = asyncio.ensure_future(daemon.recent.look())
+    look = daemon.recent.look()
     still, _ = await asyncio.gather(daemon.vitals(), asyncio.wait({look}, timeout=LOOK_MAX_S))
     if look.done():
         look.result()
@@ -376,7 +376,7 @@ def _device(store: Store, span: tuple[Sums, Sums] | None) -> DeviceNow:
         before, now = span[0].devices.get(store.uuid), span[1].devices[store.uuid]
         seconds = max(span[1].at - span[0].at, 1e-3)
         reads = now.reads - (before.reads if before else 0)
-        counts = now.times - (before.times if before else 0)
+        counts = now.times - before.times if before else now.times
         errors, in_flight = now.errors, now.in_flight
     return DeviceNow(
         path=device.path,

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import click
 
-from tierd.cli.base import api_option, cli, config_option, json_option
-from tierd.cli.jobs import api_path
+from tierd.cli.base import api_option, api_path, cli, config_option, json_option
 
 
 @cli.command()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tierd.daemon.attach import AttachServer
+    from tierd.daemon.counters import Counters
     from tierd.daemon.plane import DataPlane
 
 LIVE_S = 1.0
@@ -28,8 +29,8 @@ RATES_S = 10.0  # what rates are taken over
 TIMES_S = 60.0  # what shares and distributions are taken over
 READ_TIME_BUCKETS = 40
 # Bucket 0 counts what took less than the first bound; the last bucket has no bound.
-READ_TIME_BOUNDS_US = 8.0 * 2.0 ** (np.arange(READ_TIME_BUCKETS - 1) / 2)
-LATENCY_BOUNDS_US = 2.0 ** np.arange(31)
+READ_TIME_BOUNDS_US = np.array([8.0 * 2.0 ** (i / 2) for i in range(READ_TIME_BUCKETS - 1)])
+LATENCY_BOUNDS_US = np.array([2.0**i for i in range(31)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,10 +89,11 @@ class Recent:
         history: points, oldest first.
     """
 
-    def __init__(self, plane: DataPlane, attach: AttachServer) -> None:
+    def __init__(self, plane: DataPlane, attach: AttachServer, counters: Counters) -> None:
         self._plane = plane
         self._attach = attach
-        self._lock = asyncio.Lock()
+        self._counters = counters
+        self._task: asyncio.Task[None] | None = None
         self._times: dict[str, NDArray[np.uint64]] = {}
         self._seen: dict[tuple[int, int, int], NDArray[np.uint64]] = {}
         self._kept: Sums | None = None
@@ -109,13 +111,17 @@ class Recent:
             await self.look(HISTORY_S)
             await asyncio.sleep(HISTORY_S)
 
-    async def look(self, age_max_s: float = 0.9 * LIVE_S) -> None:
-        """Take a look unless there is one that is young enough."""
-        async with self._lock:
+    def look(self, age_max_s: float = 0.9 * LIVE_S) -> asyncio.Task[None]:
+        """Take a look unless there is one that is young enough; all who ask share it."""
+        if self._task is None or self._task.done():
             age = self.age_s
-            if age is None or age >= age_max_s:
-                stats = await asyncio.to_thread(self._plane.stats)
-                self._take(stats)
+            old = age is None or age >= age_max_s
+            looking = self._look() if old else asyncio.sleep(0)
+            self._task = asyncio.get_running_loop().create_task(looking)
+        return self._task
+
+    async def _look(self) -> None:
+        self._take(await self._counters.read())
 
     def _take(self, pumps: list[dict[str, Any]]) -> None:
         now = time.monotonic()
@@ -157,8 +163,9 @@ class Recent:
                 now = np.frombuffer(ring["read_times"], np.uint64)
                 before = self._seen.get(key)
                 # A channel's number is given again; then its counters begin at 0.
-                fresh = before is None or bool((now < before).any())
-                gained = now if fresh else now - before
+                if before is None or bool((now < before).any()):
+                    before = np.zeros_like(now)
+                gained = now - before
                 name = served[ring["ring"]].info.name
                 self._times[name] = self._times.get(name, np.zeros_like(now)) + gained
                 seen[key] = now

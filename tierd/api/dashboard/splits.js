@@ -1,5 +1,5 @@
-// The cache split of one client: ways in force and advised, measured beside predicted, and how the
-// advice has moved.
+// The cache split of one client: ways in force and wanted, measured beside predicted, and how the
+// controller's wish has moved.
 
 import { $, element, Grid, set, setText, svg } from "./dom.js";
 import { bytes, clock, duration, NONE, share } from "./format.js";
@@ -29,12 +29,12 @@ export class Splits {
     this.#moves(client, events);
   }
 
-  // One strip a table: darker where the advice gave it more ways.
+  // One strip a table: darker where the controller wants more ways for it.
   #moves(client, events) {
     const caches = (client?.caches ?? []).map((cache) => ({ cache, steps: steps(client, cache, events) }));
     this.moves.hidden = !caches.some(({ steps: found }) => found.length);
     if (this.moves.hidden) return;
-    this.moves.replaceChildren(element("h3", {}, "Advised ways over time"), ...caches.map(strips));
+    this.moves.replaceChildren(element("h3", {}, "Wanted ways over time"), ...caches.map(strips));
   }
 }
 
@@ -49,7 +49,7 @@ function columns() {
     { id: "name", title: "Table", text: (row) => row.name, hint: (row) => row.name, sort: (row) => row.name },
     { id: "window", title: "Window", number: true, narrow: "mid", text: (row) => ms(row.window_ms), sort: (row) => row.window_ms },
     {
-      id: "ways", title: "Ways", sort: (row) => row.ways, about: "Of 32: in force, and advised below it.",
+      id: "ways", title: "Ways", sort: (row) => row.ways, about: "Of 32: in force, and what the controller wants below it.",
       make: () => svg(
         "svg", { class: "ways-picture", viewBox: "0 0 32 12", preserveAspectRatio: "none", role: "img" },
         svg("rect", { class: "all", width: 32, height: 12 }), svg("rect", { class: "ways-now", y: 1, height: 5 }),
@@ -59,11 +59,11 @@ function columns() {
         const [, force, advised] = cell.firstChild.children;
         set(force, "width", row.ways ?? 0);
         set(advised, "width", row.advised_ways ?? 0);
-        set(cell.firstChild, "aria-label", `${row.ways ?? NONE} ways in force, ${row.advised_ways ?? NONE} advised`);
+        set(cell.firstChild, "aria-label", `${row.ways ?? NONE} ways in force, ${row.advised_ways ?? NONE} wanted`);
       },
     },
     {
-      id: "force", title: "In force / advised", number: true, sort: (row) => row.advised_ways,
+      id: "force", title: "In force / wanted", number: true, sort: (row) => row.advised_ways,
       text: (row) => `${row.ways ?? NONE} / ${row.advised_ways ?? NONE}`, warn: (row) => row.ways !== row.advised_ways,
     },
     {
@@ -88,6 +88,7 @@ function columns() {
 function about(client, controller) {
   const said = [controller.frozen ? `frozen: ${controller.frozen}` : `controller: ${controller.mode}`];
   if (client.problem) said.push(client.problem);
+  if (client.caches.length && !client.caches.some((cache) => cache.follows)) said.push("advice only: the engine does not follow");
   for (const cache of client.caches) {
     const room = `${bytes(cache.sets * WAYS * cache.row_bytes)} of rows of ${cache.row_bytes} B`;
     said.push([room, cache.decision, cache.size].filter(Boolean).join(", "));
@@ -95,7 +96,7 @@ function about(client, controller) {
   return said.join("; ");
 }
 
-// What was advised for this client's cache, oldest first: [{time, ways}].
+// What was decided for this client's cache, oldest first: [{time, ways}].
 function steps(client, cache, events) {
   const subject = `${client.engine} rank ${client.rank}`;
   return events
