@@ -6,6 +6,7 @@ PY := .venv/bin/python
 .PHONY: all \
 	bench \
 	bench-controller \
+	bench-dashboard \
 	bench-gpu \
 	bench-kv \
 	bench-life \
@@ -23,6 +24,7 @@ PY := .venv/bin/python
 	lab \
 	lint \
 	packages \
+	pages \
 	sanitizers \
 	setup \
 	sim \
@@ -59,7 +61,7 @@ lint: build
 
 # A file's tests stay in one process: they share their daemon.
 test: build
-	$(PY) -m pytest -m "not lab and not gpu" -n 2 --dist loadfile
+	$(PY) -m pytest -m "not lab and not gpu and not pages" -n 2 --dist loadfile
 
 # Loop devices, broken disks: as root; skips by name elsewhere.
 lab: build
@@ -87,6 +89,16 @@ demo: build
 # sdist and wheel in dist/, tried in an empty environment.
 packages: .venv/.ready
 	PYTHON=.venv/bin/python tools/packages.sh
+
+# The dashboard in Chromium, every command that the documentation shows (as root), the documentation as
+# a site in build/site.
+.venv/.pages: .venv/.ready tools/pages_setup.sh
+	tools/pages_setup.sh
+	touch $@
+pages: .venv/.built .venv/.pages
+	$(PY) -m pytest -m pages tests/pages -rs
+	$(PY) -m tests.docs
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
 
 sanitizers: .venv/.ready
 	tools/sanitizers.sh
@@ -128,6 +140,9 @@ bench-life: build
 # --quick tries it; the parts that take times want a machine that does nothing else.
 bench-operator: build
 	$(PY) -m bench.operator
+# In Chromium; `--docs` runs the documentation's commands and `--wheel` builds the packages as well.
+bench-dashboard: .venv/.built .venv/.pages
+	$(PY) -m bench.dashboard --docs --wheel
 bench-report: build
 	$(PY) -m bench.report
 

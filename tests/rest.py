@@ -20,6 +20,7 @@ from tierd.daemon.counters import Counters
 from tierd.daemon.exports import Exports
 from tierd.daemon.jobs import Board
 from tierd.daemon.plane import DataPlane
+from tierd.daemon.recent import Recent
 from tierd.daemon.scrub import Scrubber
 from tierd.daemon.steering import Steering
 
@@ -113,6 +114,7 @@ async def serving(device: Path, directory: Path, **overrides: Any) -> AsyncItera
         daemon.steering = Steering(
             daemon.settings.controller, daemon.plane, daemon.attach, daemon.catalog
         )
+        daemon.recent = Recent(daemon.plane, daemon.attach, daemon.counters)
         api = RestApi(daemon)
         sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         sock.bind(str(path))

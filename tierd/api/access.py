@@ -2,7 +2,8 @@
 
 On the Unix socket the kernel says who the peer is: root, the daemon's own user and members of
 ``api.admin_group`` may change things, everybody else who can connect may read. On TCP whoever
-shows the token may do everything, and nobody else anything.
+shows the token may do everything, who shows a key that was made from it may read, and nobody else
+anything. The dashboard's own files are anybody's: they are in the package that everybody can get.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import socket
 import stat
 import struct
+import time
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +35,8 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _SO_PEERGROUPS = 59
 _GROUPS_MAX = 256  # as many as Python lets getsockopt return
 TOKEN_BYTES_MIN = 16
+KEY_LASTS_S = 30 * 86_400  # a page that is kept open all day, for a month
+_KEY_PREFIX = "read."
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,7 +104,12 @@ class Access:
         token = given.strip().encode(errors="replace") if kind.lower() == "bearer" else b""
         if self._peers and hmac.compare_digest(token, self._peers):
             return Caller(f"peer {request.remote}", may_change=False, peer=True)
-        if not self._token or not hmac.compare_digest(token, self._token):
+        right = bool(self._token) and hmac.compare_digest(token, self._token)
+        if not right and self.is_key(given.strip()):
+            return Caller(f"address {request.remote}", may_change=False)
+        if not right:
+            if request.path in PUBLIC:
+                return Caller(f"address {request.remote}", may_change=False)
             raise Problem(
                 HTTPStatus.UNAUTHORIZED,
                 "the token is missing or wrong; send it as: Authorization: Bearer TOKEN "
@@ -109,7 +118,32 @@ class Access:
             )
         return Caller(f"address {request.remote}", may_change=True)
 
+    def make_key(self) -> tuple[str, float] | None:
+        """Return a key that reads and the Unix time when it ends; None where there is no token.
 
+        It is made from the token, so it outlives the daemon and ends with the token.
+        """
+        if not self._token:
+            return None
+        ends = int(time.time()) + KEY_LASTS_S
+        return f"{_KEY_PREFIX}{ends}.{self._sign(ends)}", float(ends)
+
+    def is_key(self, given: str) -> bool:
+        """Tell whether it is a key that was made here and has not ended."""
+        ends, _, signature = given.removeprefix(_KEY_PREFIX).partition(".")
+        if not self._token or not given.startswith(_KEY_PREFIX) or not ends.isascii():
+            return False
+        if not ends.isdecimal() or len(ends) > 12 or int(ends) < time.time():
+            return False
+        signed = self._sign(int(ends)).encode()
+        return hmac.compare_digest(signature.encode(errors="replace"), signed)
+
+    def _sign(self, ends: int) -> str:
+        return hmac.new(self._token, f"tierd read {ends}".encode(), "sha256").hexdigest()
+
+
+# Paths that need nothing on TCP: the dashboard's files, which say nothing of this daemon.
+PUBLIC: set[str] = set()
 ACCESS = web.AppKey("access", Access)
 
 

@@ -15,9 +15,9 @@ from tierd.api.parse import Flag, Query
 from tierd.api.routing import Call, Routes
 from tierd.daemon import work
 from tierd.daemon.jobs import Job
+from tierd.daemon.recent import ring_sums
 
 if TYPE_CHECKING:
-    from tierd.daemon import Daemon
     from tierd.daemon.plane import DataPlane
     from tierd.daemon.served import ServedImage
 
@@ -87,23 +87,14 @@ async def delete_image(call: Call) -> schemas.Job | schemas.DryRun:
 async def get_tables(call: Call) -> schemas.Tables:
     """Every table: its window, and the counters of its reads."""
     images = call.daemon.plane.images.values()
-    sums = ring_sums(call.daemon)
+    sums = ring_sums(call.daemon.attach)
     return schemas.Tables(tables=[_table(call.daemon.plane, image, sums) for image in images])
 
 
 @routes.get(TABLE, schemas.Table)
 async def get_table(call: Call) -> schemas.Table:
     """One table."""
-    return _table(call.daemon.plane, _named(call), ring_sums(call.daemon))
-
-
-def ring_sums(daemon: Daemon) -> dict[str, Counter[str]]:
-    """Return image name -> ring counters of all clients, those that have gone included."""
-    sums = {name: Counter(counts) for name, counts in daemon.attach.departed.items()}
-    for client in list(daemon.attach.clients.values()):
-        for ring, image in enumerate(client.attached.images):
-            sums.setdefault(image.info.name, Counter()).update(client.view.stats(ring))
-    return sums
+    return _table(call.daemon.plane, _named(call), ring_sums(call.daemon.attach))
 
 
 def _named(call: Call) -> ServedImage:

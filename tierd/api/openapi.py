@@ -53,7 +53,7 @@ def document(resources: Sequence[Routes]) -> dict[str, Any]:
     names, definitions = _components(endpoints)
     paths: dict[str, Any] = {}
     for endpoint in endpoints:
-        path = re.sub(r"\{(\w+):[^{}]*\}", r"{\1}", endpoint.path)
+        path = public_path(endpoint.path)
         paths.setdefault(path, {})[endpoint.method.lower()] = _operation(endpoint, names)
     return {
         "openapi": "3.1.0",
@@ -78,6 +78,11 @@ def document(resources: Sequence[Routes]) -> dict[str, Any]:
             },
         },
     }
+
+
+def public_path(path: str) -> str:
+    """Return a path without what only the router reads."""
+    return re.sub(r"\{(\w+):[^{}]*\}", r"{\1}", path)
 
 
 def _models(endpoint: Endpoint) -> Iterable[tuple[type[BaseModel], Any]]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     Handler = Callable[["Call"], Awaitable[Any]]  # a model, or a finished response
 
+COMPRESS_BYTES_MIN = 4096  # of an answer; only for those who say that they take it so
 CHANGING = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 
 
@@ -97,9 +98,12 @@ class Endpoint:
             tag = headers["ETag"] = etag(result)
             if tag in _tags(request, "If-None-Match") and not hasattr(result, "volatile"):
                 return web.Response(status=HTTPStatus.NOT_MODIFIED, headers=headers)
-        return web.Response(
+        response = web.Response(
             text=text, status=status, content_type="application/json", headers=headers
         )
+        if len(text) > COMPRESS_BYTES_MIN:
+            response.enable_compression()
+        return response
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -24,7 +24,10 @@ from tierd.api import (
     kv,
     metrics,
     openapi,
+    overview,
+    pages,
     placements,
+    session,
     status,
 )
 from tierd.api.access import ACCESS, Access, access_middleware
@@ -56,6 +59,7 @@ LINGER_S = 1.0
 
 RESOURCES: tuple[Routes, ...] = (
     status.routes,
+    overview.routes,
     devices.routes,
     images.routes,
     placements.routes,
@@ -68,6 +72,7 @@ RESOURCES: tuple[Routes, ...] = (
     doctor.routes,
     health.routes,
     metrics.routes,
+    session.routes,
     openapi.routes,
 )
 READ_ONLY: tuple[Routes, ...] = (health.routes, metrics.routes)
@@ -90,6 +95,7 @@ def make_app(daemon: Daemon) -> web.Application:
     app[EXAMINATION] = Examination()
     app[openapi.RESOURCES] = RESOURCES
     _share(app, daemon, RESOURCES)
+    pages.add_to(app)
     return app
 
 

@@ -474,6 +474,10 @@ class DataPlane:
                 self._stats[number] = dict(pump.stats(STATS_MS))
         return [self._stats[number] for number in sorted(self._stats)]
 
+    def device_names(self, pump: int) -> dict[int, str]:
+        """Return a pump's numbers of devices -> their stores' UUIDs."""
+        return {number: uuid for uuid, number in self._devices[pump].items()}
+
     def is_beating(self) -> bool:
         """Wake every pump and tell whether its loop counter moves within half a second."""
         before = [pump.beats for pump in self.pumps]

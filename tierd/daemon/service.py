@@ -34,6 +34,7 @@ from tierd.daemon.exports import Exports
 from tierd.daemon.hub import Hub
 from tierd.daemon.jobs import Board
 from tierd.daemon.plane import DataPlane
+from tierd.daemon.recent import Recent
 from tierd.daemon.scrub import Scrubber
 from tierd.daemon.steering import Steering
 from tierd.errors import TierdError
@@ -92,6 +93,7 @@ class Daemon:
         counters: what the pumps counted a moment ago.
         attach: the engine socket's server, and its clients.
         steering: the controller's eyes and mouth.
+        recent: what has just happened, and hours of history.
         catalog: history.
         scrubber: checks every page in the background.
         watchdog: sees whether the threads still turn.
@@ -107,6 +109,7 @@ class Daemon:
     scrubber: Scrubber
     attach: AttachServer
     steering: Steering
+    recent: Recent
     catalog: Catalog
     jobs: Board
     watchdog: Any = None
@@ -147,7 +150,9 @@ class Daemon:
             await self._start(stack)
             watcher = loop.create_task(self._watch())
             stack.push_async_callback(_cancel, watcher)
-            tasks = {watcher}
+            recent = loop.create_task(self.recent.run())
+            stack.push_async_callback(_cancel, recent)
+            tasks = {watcher, recent}
             if self.settings.controller.mode != "off":
                 steering = loop.create_task(self.steering.run())
                 stack.push_async_callback(_cancel, steering)
@@ -251,6 +256,7 @@ class Daemon:
         )
         stack.callback(self._record_stop)
         self.steering = Steering(settings.controller, self.plane, self.attach, self.catalog)
+        self.recent = Recent(self.plane, self.attach, self.counters)
         self.attach.start(engine)
         stack.push_async_callback(self._stop_attach)
         api = self._make_api(self)

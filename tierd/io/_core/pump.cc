@@ -252,6 +252,7 @@ Read Pump::prepare(std::uint32_t token, std::uint64_t now_ns) {
     const PagePlace place = ring.table().tier(slot.attempt).locate(request.pages[slot.row]);
     slot.submitted_ns = now_ns;
     slot.device = static_cast<std::uint16_t>(place.device);
+    ++device_counts_[place.device].in_flight;
     return {ring.arena(arena_page), place.offset, place.device, ring.buffer_of(arena_page), token};
 }
 
@@ -271,6 +272,9 @@ bool Pump::reap(std::uint64_t now_ns) {
         const auto bucket =
             static_cast<std::uint32_t>(std::bit_width((now_ns - slot.submitted_ns) / 1000));
         ++counts_.latency_us[std::min(bucket, kLatencyBuckets - 1)];
+        DeviceReport& device = device_counts_[slot.device];
+        ++device.latency_us[std::min(bucket, kLatencyBuckets - 1)];
+        --device.in_flight;
         finish(done_[i].token, done_[i].result);
     }
     return true;

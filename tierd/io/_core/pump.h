@@ -86,6 +86,8 @@ struct RingReport {
 struct DeviceReport {
     std::uint32_t device;
     std::uint64_t reads, errors;
+    std::uint32_t in_flight;
+    std::array<std::uint64_t, kLatencyBuckets> latency_us;  // buckets as PumpStats::latency_us
 };
 
 struct PumpStats {

@@ -316,7 +316,7 @@ std::uint32_t Pump::add_device(int fd) {
     if (own < 0) refuse_system("device: dup");
     devices_[device] = {own, 0};
     call([&] {
-        device_counts_[device] = {device, 0, 0};
+        device_counts_[device] = {device, 0, 0, 0, {}};
         reader_->add_device(device, own);
         return Progress::finished;
     });
