@@ -11,6 +11,7 @@ PY := .venv/bin/python
 	bench-kv \
 	bench-life \
 	bench-operator \
+	bench-remote \
 	bench-report \
 	bench-sglang \
 	bench-storage \
@@ -22,6 +23,7 @@ PY := .venv/bin/python
 	demo \
 	gpu-test \
 	lab \
+	lab-rdma \
 	lint \
 	packages \
 	pages \
@@ -61,11 +63,18 @@ lint: build
 
 # A file's tests stay in one process: they share their daemon.
 test: build
-	$(PY) -m pytest -m "not lab and not gpu and not pages" -n 2 --dist loadfile
+	$(PY) -m pytest -m "not lab and not gpu and not pages and not rdma" -n 2 --dist loadfile
 
 # Loop devices, broken disks: as root; skips by name elsewhere.
 lab: build
 	$(PY) -m pytest -m lab tests
+
+# Small virtual machines with real RDMA verbs (docs/operating/remote.md): as root, x86-64.
+lab-rdma: build
+	TIERD_LAB_RDMA=1 $(PY) -m pytest -m rdma -v tests/lab/rdma
+# The same machines, for longer; all records of bench/results/remote.json.
+bench-remote: build
+	$(PY) -m bench.remote
 
 # SGLang's real modules, both releases, in environments of their own (.venv-sglang).
 .venv-sglang/.ready: .venv/.built tests/engines/sglang/requirements.txt tools/sglang_venvs.sh

@@ -43,10 +43,23 @@ class Rest:
         self.session = aiohttp.ClientSession(
             "http://tierd", connector=aiohttp.UnixConnector(str(path), limit=0)
         )
+        self._tcp: aiohttp.ClientSession | None = None
 
     @property
     def app(self) -> web.Application:
         return self.api._app
+
+    @property
+    def tcp(self) -> aiohttp.ClientSession:
+        """For addresses of its own; closed with the other one."""
+        if self._tcp is None:
+            self._tcp = aiohttp.ClientSession()
+        return self._tcp
+
+    async def close(self) -> None:
+        await self.session.close()
+        if self._tcp is not None:
+            await self._tcp.close()
 
     async def answer(
         self, method: str, path: str, **options: Any
@@ -122,6 +135,6 @@ async def serving(device: Path, directory: Path, **overrides: Any) -> AsyncItera
         stack.push_async_callback(api.stop)
         stack.callback(daemon.hub.close)
         rest = Rest(daemon, api, path)
-        stack.push_async_callback(rest.session.close)
+        stack.push_async_callback(rest.close)
         await api.start(sock)
         yield rest

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tierd.daemon.exports import Export
 
 PAGE_BYTES = 4096
-SESSION = "/v1/exports/sessions/{session:[0-9a-f]{32}}"
+SESSION = "/v1/exports/sessions/{session:[0-9a-f]+}"
 
 routes = Routes("exports", "Images that other nodes read from this node's memory.")
 
@@ -55,10 +55,12 @@ class SessionRequest(Body):
     """What a peer says of itself: its port, and (number, first packet) of its queue pairs."""
 
     version: Number
-    port: PeerPort
+    transport: str = Field(max_length=16)
+    port: PeerPort | None = None
     links: list[Annotated[list[list[Number]], Field(min_length=1, max_length=16)]] = Field(
-        min_length=1, max_length=LINKS_MAX
+        default_factory=list, max_length=LINKS_MAX
     )
+    agent: str = Field("", max_length=4096)
 
 
 class RenewRequest(Body):
@@ -71,8 +73,8 @@ async def get_exports(call: Call) -> schemas.Exports:
     exported = call.daemon.exports
     return schemas.Exports(
         fault=exported.fault,
-        port="" if exported.port is None else str(exported.port),
-        gids=[] if exported.port is None else [str(gid) for gid in exported.port.gids],
+        transport=exported.transport,
+        ways=exported.ways,
         exports=[_export(one) for one in exported.listing()],
         sessions=[
             schemas.ExportSession(

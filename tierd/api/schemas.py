@@ -60,6 +60,7 @@ class Pump(Answer):
     reads: int
     retries: int
     next_tier: int  # pages read from a copy of the image, after the retry
+    passed_over: int  # pages whose first tier, a peer, was known to be away
     crc_checked: int
     in_flight: int
     in_flight_max: int
@@ -418,6 +419,7 @@ class Tier(Answer):
     linked: bool | None = None  # whether a remote one can be read now
     read_us: float | None = None  # of `read_pages` drawn pages, when it was linked
     read_pages: int = 0
+    transport: str = ""
     mtu: int = 0
     gid: str = ""
 
@@ -449,8 +451,8 @@ class Exports(Answer):
     """GET /v1/exports."""
 
     fault: str  # why nothing can be exported; ""
-    port: str
-    gids: list[str]  # best first
+    transport: str  # verbs or nixl; "" before it is open
+    ways: list[str]  # how peers reach it, best first
     exports: list[Export]
     sessions: list[ExportSession]
 
@@ -462,12 +464,15 @@ class PeerAnswer(Answer):
     lease_s: float
     revision: int
     version: int
-    port: dict[str, Any]
-    gid: dict[str, Any] | None
-    peer_gid: dict[str, Any] | None
-    mtu: int
-    read_depth: int
-    links: list[list[tuple[int, int]]]
+    # Of verbs:
+    port: dict[str, Any] | None = None
+    gid: dict[str, Any] | None = None
+    peer_gid: dict[str, Any] | None = None
+    mtu: int = 0
+    read_depth: int = 0
+    links: list[list[tuple[int, int]]] = []
+    # Of NIXL: its agent's metadata, base64.
+    agent: str = ""
     images: list[dict[str, Any]]
 
 

@@ -63,6 +63,7 @@ def _remote(plane: DataPlane, image: ServedImage, tier: RemoteTier) -> schemas.T
         linked=tier.linked,
         read_us=tier.probe_us if tier.linked else None,
         read_pages=tier.probe_pages,
+        transport=tier.transport,
         mtu=tier.mtu,
         gid=tier.gid,
     )

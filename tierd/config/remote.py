@@ -30,6 +30,11 @@ class ExportsSection(Section):
         description="File that holds the bearer token of peers, mode 0600. Whoever has it may "
         "read every export and nothing else.",
     )
+    transport: Literal["auto", "verbs", "nixl"] = Field(
+        "auto",
+        description="How memory is offered: verbs (RDMA), nixl (NIXL, UCX over TCP), or auto: "
+        "verbs, and NIXL where there are none.",
+    )
     device: str = Field("auto", description="RDMA device; auto: the first with an active port.")
     port: int = Field(0, ge=0, le=255, description="Its port; 0: the first that is active.")
     gid_index: int = Field(
@@ -60,6 +65,10 @@ class RemoteSection(Section):
         "first",
         description="Whether a table that lies here as well is read from peers first, or from "
         "them only when every device here fails.",
+    )
+    transport: Literal["auto", "verbs", "nixl"] = Field(
+        "auto",
+        description="How peers are read: as exports.transport. Both sides need the same.",
     )
     queue_pairs: int = Field(
         2, ge=1, le=16, description="Queue pairs of each pump to each peer (RDMA)."

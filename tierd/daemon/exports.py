@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from tierd import __version__
-from tierd.errors import RdmaError, RdmaMemoryError, RdmaPeerError, TierdError
-from tierd.io import _core, exports, verbs
+from tierd.daemon.by_verbs import VerbsExporter
+from tierd.errors import RdmaError, RdmaMissingError, RdmaPeerError, TierdError
+from tierd.io import exports
 
 if TYPE_CHECKING:
     from tierd.config.remote import ExportsSection
+    from tierd.daemon.by_nixl import NixlExporter
     from tierd.daemon.plane import DataPlane
     from tierd.daemon.served import ServedImage
 
@@ -88,7 +90,6 @@ class Exports:
 
     Attributes:
         fault: why nothing can be exported; "".
-        port: the RDMA port, None until it is open.
         revision: raised whenever what peers may read changes.
     """
 
@@ -98,11 +99,10 @@ class Exports:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._context: Any = None
+        self._exporter: VerbsExporter | NixlExporter | None = None
         self._exports: dict[int, Export] = {}
         self._sessions: dict[str, Session] = {}
         self.fault = ""
-        self.port: verbs.Port | None = None
         self.revision = 0
 
     @property
@@ -129,27 +129,24 @@ class Exports:
             for export in self._exports.values():
                 export.close()
             self._exports.clear()
-            self._context = None
+            if self._exporter is not None:
+                self._exporter.close()
+            self._exporter = None
 
     # --- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._stop.wait(0 if self._context is None and not self.fault else LOOK_S):
+        while not self._stop.wait(0 if self._exporter is None and not self.fault else LOOK_S):
             try:
-                if self._context is None:
-                    self._open()
+                if self._exporter is None:
+                    self._exporter = open_exporter(self._settings)
+                    self.fault = ""
+                    log.info("exports", ways=self._exporter.describe())
                 self.look()
             except RdmaError as error:
                 if str(error) != self.fault:
                     log.error("nothing is exported", reason=str(error))
                 self.fault = str(error)
-
-    def _open(self) -> None:
-        settings = self._settings
-        port = verbs.find_port(settings.device, settings.port, settings.gid_index)
-        self._context = verbs.open_context(port)
-        self.port, self.fault = port, ""
-        log.info("exports", port=str(port), gids=[str(gid) for gid in port.gids])
 
     def look(self) -> None:
         """Close what has expired; withdraw and load what has changed."""
@@ -190,7 +187,8 @@ class Exports:
             exports.load(image.striped, memory.pages, lambda done, _: self._progress(export, done))
             if self._stop.is_set():
                 return
-            export.region = verbs.register(self._context, memory.pages)
+            assert self._exporter is not None, "it is open before anything is loaded"
+            export.region = self._exporter.register(memory)
         except TierdError as error:
             export.state, export.reason = "failed", str(error)
             export.close()
@@ -226,8 +224,9 @@ class Exports:
         """Let a peer read; return what it needs for that.
 
         Args:
-            asked: ``version``, ``port`` (:meth:`tierd.io.verbs.Port.to_json`) and ``links``: for
-                each the number and first packet of its queue pairs.
+            asked: ``version``, ``transport`` and, with verbs, ``port``
+                (:meth:`tierd.io.verbs.Port.to_json`) and ``links``: for each the number and first
+                packet of its queue pairs.
             peer: for people.
 
         Raises:
@@ -239,51 +238,32 @@ class Exports:
                 f"the peer speaks version {asked['version']} of the export protocol, this tierd "
                 f"({__version__}) version {VERSION}; install the same tierd on both nodes"
             )
-        if self._context is None or self.port is None:
+        exporter = self._exporter
+        if exporter is None:
             raise RdmaPeerError(f"nothing is exported here: {self.fault or 'not open yet'}")
-        try:
-            theirs = verbs.Port.from_json(asked["port"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise RdmaPeerError(f"the peer's port makes no sense: {error!r:.100}") from None
-        way = verbs.agree(self.port, theirs)
+        if asked["transport"] != exporter.kind:
+            raise RdmaPeerError(
+                f"the peer reads over {asked['transport']}, this side exports over "
+                f"{exporter.kind}; set remote.transport there or exports.transport here"
+            )
         with self._lock:
             if len(self._sessions) >= SESSIONS_MAX:
                 raise RdmaPeerError(f"{SESSIONS_MAX} sessions are open, as many as there may be")
-            responders = self._answer_links(way, asked["links"])
+            responders, agreed = exporter.accept(asked)
             now = time.monotonic()
             number = secrets.token_hex(16)
             session = Session(number, peer, time.time(), now + LEASE_S, responders)
             self._sessions[number] = session
-            answer = self._answer(session, way)
-        log.info("a peer reads", peer=peer, mtu=way.mtu, gid=str(way.mine), links=len(responders))
+            answer = {**self._answer(session), **agreed}
+        log.info("a peer reads", peer=peer, transport=exporter.kind, links=len(asked["links"]))
         return answer
 
-    def _answer_links(self, way: verbs.Way, links: list[Any]) -> list[Any]:
-        responders: list[Any] = []
-        try:
-            for pairs in links[:LINKS_MAX]:
-                responders.append(_core.VerbsResponder(self._context, len(pairs)))
-                names = [(number, packet) for number, packet in pairs]
-                responders[-1].connect(queue_pairs=names, **way.for_core())
-        except (_core.VerbsError, ValueError, TypeError) as error:
-            for responder in responders:
-                responder.close()
-            raise RdmaMemoryError(f"no queue pairs for the peer: {error}") from None
-        return responders
-
-    def _answer(self, session: Session, way: verbs.Way) -> dict[str, Any]:
-        assert self.port is not None
+    def _answer(self, session: Session) -> dict[str, Any]:
         return {
             "session": session.number,
             "lease_s": LEASE_S,
             "revision": self.revision,
             "version": VERSION,
-            "port": self.port.to_json(),
-            "gid": None if way.mine is None else way.mine.to_json(),
-            "peer_gid": None if way.theirs is None else way.theirs.to_json(),
-            "mtu": way.mtu,
-            "read_depth": way.read_depth,
-            "links": [responder.names for responder in session.responders],
             "images": [
                 {
                     "image": export.image.info.to_json(),
@@ -293,6 +273,17 @@ class Exports:
                 if export.state == "ready"
             ],
         }
+
+    @property
+    def transport(self) -> str:
+        """Verbs or nixl; "" before it is open."""
+        return "" if self._exporter is None else self._exporter.kind
+
+    @property
+    def ways(self) -> list[str]:
+        """How peers reach it, best first."""
+        exporter = self._exporter
+        return [] if exporter is None else exporter.describe()
 
     def renew(self, number: str) -> dict[str, Any] | None:
         """Renew a session; None if there is no such session any more."""
@@ -310,3 +301,25 @@ class Exports:
             if session is not None:
                 session.close()
         return session is not None
+
+
+def open_exporter(settings: ExportsSection) -> VerbsExporter | NixlExporter:
+    """Open what memory is exported through: verbs, or NIXL where there are none.
+
+    Raises:
+        RdmaError: neither can be used, or not the one that was asked for.
+    """
+    missing = ""
+    if settings.transport != "nixl":
+        try:
+            return VerbsExporter.open(settings)
+        except RdmaMissingError as error:
+            if settings.transport == "verbs":
+                raise
+            missing = f"{error}; "
+    from tierd.daemon.by_nixl import NixlExporter  # noqa: PLC0415 - NIXL is large and optional
+
+    try:
+        return NixlExporter()
+    except RdmaMissingError as error:
+        raise RdmaMissingError(f"{missing}{error}") from None

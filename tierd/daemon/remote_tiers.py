@@ -29,7 +29,8 @@ class RemoteTier:
         linked: the pumps can read from it.
         reason: why not; "" if they can.
         probe_us: how long reading ``probe_pages`` drawn pages took when it was linked.
-        mtu, gid: what was agreed on.
+        transport: how its bytes move.
+        mtu, gid: what was agreed on; 0 and "" where the transport says nothing of them.
     """
 
     peer: str
@@ -39,6 +40,7 @@ class RemoteTier:
     reason: str = NOT_REACHED
     probe_us: float = 0.0
     probe_pages: int = 0
+    transport: str = ""
     mtu: int = 0
     gid: str = ""
 

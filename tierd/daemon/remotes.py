@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import structlog
 
+from tierd.daemon.by_verbs import VerbsReader
 from tierd.daemon.exports import VERSION
-from tierd.errors import ConfigError, RdmaPeerError, TierdError
-from tierd.io import _core, exports, verbs
+from tierd.errors import ConfigError, RdmaMissingError, RdmaPeerError, TierdError
+from tierd.io import _core, exports
 from tierd.io.device import PAGE_BYTES, aligned_buffer
 from tierd.types import ImageInfo
 
@@ -34,8 +35,12 @@ if TYPE_CHECKING:
 
     from tierd.config import PumpSection
     from tierd.config.remote import RemoteSection
+    from tierd.daemon.by_nixl import NixlReader
     from tierd.daemon.plane import DataPlane
     from tierd.daemon.remote_tiers import RemoteTier
+    from tierd.io.exports import Place
+
+    Reader = VerbsReader | NixlReader
 
 log = structlog.get_logger("tierd.daemon.remotes")
 
@@ -105,10 +110,7 @@ class Peer:
         up: it is connected.
         reason: why it is not; "".
         connects: how often it was connected.
-        transport: how its bytes move: "verbs".
     """
-
-    transport = "verbs"
 
     def __init__(
         self,
@@ -130,11 +132,15 @@ class Peer:
         self._stop = threading.Event()
         self._session = ""
         self._revision = 0
-        self._links: list[Any] = []
-        self._context: Any = None
-        self._port: verbs.Port | None = None
+        self._reader: Reader | None = None
         self._thread = threading.Thread(target=self._run, name="tierd-peer", daemon=True)
         self._thread.start()
+
+    @property
+    def transport(self) -> str:
+        """How its bytes move; "" while they do not."""
+        reader = self._reader
+        return "" if reader is None else reader.kind
 
     def stop(self) -> None:
         """Say good-bye to the peer and end the thread; the pumps let go of links by themselves."""
@@ -148,7 +154,7 @@ class Peer:
                 self._connect()
                 pause = BACKOFF_S[0]
                 self._keep()
-            except (TierdError, _core.VerbsError) as error:
+            except TierdError as error:
                 self._take_down(str(error))
             except (KeyError, TypeError, ValueError) as error:  # of another tierd, or none at all
                 self._take_down(f"peer {self.name}: answers that make no sense: {error!r:.200}")
@@ -159,80 +165,58 @@ class Peer:
     # --- connecting ------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        settings = self._settings
         # A device may have come back under another name, or with another address.
-        port = verbs.find_port(settings.device, settings.port, settings.gid_index)
-        if self._context is None or port != self._port:
-            self._context, self._port = verbs.open_context(port), port
-        timeout_ns = settings.timeout_us * 1000
-        self._links = [
-            _core.VerbsLink(self._context, settings.queue_pairs, self._depth, timeout_ns)
-            for _ in self._plane.pumps
-        ]
-        asked = {
-            "version": VERSION,
-            "port": port.to_json(),
-            "links": [[list(name) for name in link.names] for link in self._links],
-        }
+        settings = self._settings
+        reader = self._reader = open_reader(settings, self._depth, len(self._plane.pumps))
+        asked = {"version": VERSION, **reader.asks()}
         answer = self._caller.ask("POST", "/v1/exports/sessions", asked)
         self._session, self._revision = str(answer["session"]), int(answer["revision"])
-        way = _way(answer)
-        for link, names in zip(self._links, answer["links"], strict=True):
-            link.connect(queue_pairs=[(int(n), int(p)) for n, p in names], **way.for_core())
+        reader.connect(answer)
         offered = [
-            (ImageInfo.from_json(one["image"]), exports.places_from(one["places"]))
+            (ImageInfo.from_json(one["image"]), reader.places(exports.places_from(one["places"])))
             for one in answer["images"]
         ]
-        self._use(offered, way)
+        self._use(reader, offered)
         self.up, self.reason = True, ""
         self.connects += 1
-        names_ = [info.name for info, _ in offered]
-        log.info("peer connected", peer=self.name, images=names_, mtu=way.mtu, gid=str(way.mine))
+        names = [info.name for info, _ in offered]
+        log.info("peer connected", peer=self.name, transport=reader.kind, images=names)
         self._changed("peer_up", self.name, "")
 
-    def _use(
-        self, offered: list[tuple[ImageInfo, list[tuple[int, int, int, int]]]], way: verbs.Way
-    ) -> None:
+    def _use(self, reader: Reader, offered: list[tuple[ImageInfo, list[Place]]]) -> None:
         """Probe what is offered and hand the links to the pumps."""
         tiers = self._plane.remote_tiers(self.name, [info for info, _ in offered])
-        usable: list[tuple[RemoteTier, list[tuple[int, int, int, int]]]] = []
+        usable: list[tuple[RemoteTier, list[Place]]] = []
         for info, places in offered:
             tier = tiers.get(info.image_id)
             if tier is None:
                 continue
-            tier.reason = self._probe(info, places, tier)
-            tier.mtu, tier.gid = way.mtu, str(way.mine or "")
+            tier.reason = self._probe(reader, info, places, tier)
+            tier.transport = reader.kind
+            if reader.way is not None:
+                tier.mtu, tier.gid = reader.way.mtu, str(reader.way.mine or "")
             if not tier.reason:
                 usable.append((tier, places))
-        if not self._plane.link_peer(self._links, usable):
+        reader.start()
+        if not self._plane.link_peer(reader.links, usable):
             raise RdmaPeerError(f"peer {self.name}: {self._failure() or 'a link failed at once'}")
 
-    def _probe(
-        self, info: ImageInfo, places: list[tuple[int, int, int, int]], tier: RemoteTier
-    ) -> str:
+    def _probe(self, reader: Reader, info: ImageInfo, places: list[Place], tier: RemoteTier) -> str:
         """Read some pages and check them; return what is wrong, or ""."""
         count = max(1, min(PROBE_PAGES, self._depth // 2, info.pages))
         pages = sorted(random.sample(range(info.pages), count))
         out = aligned_buffer(count * PAGE_BYTES)
         where = [_address(places, page) for page in pages]
-        took = [self._links[0].probe(where, out) for _ in range(2)][-1]  # the first one warms up
-        faults = np.zeros(1, np.uint8)
+        took = [reader.probe(where, out) for _ in range(2)][-1]  # the first one warms up
+        fault = np.zeros(1, np.uint8)
+        table = info.table
         for at, page in enumerate(pages):
-            bad = _core.check_pages(
-                out[at * PAGE_BYTES : (at + 1) * PAGE_BYTES],
-                info.table.row_bytes,
-                info.table.rows,
-                page,
-                info.image_id,
-                info.generation,
-                True,
-                True,
-                faults,
-            )
-            if bad:
-                word = _core.PageFault(int(faults[0])).name
+            one = out[at * PAGE_BYTES : (at + 1) * PAGE_BYTES]
+            identity = (page, info.image_id, info.generation)
+            if _core.check_pages(one, table.row_bytes, table.rows, *identity, True, True, fault):
+                word = _core.PageFault(int(fault[0])).name
                 return f"page {page} of {info.name} at the peer is wrong ({word})"
-        tier.probe_us, tier.probe_pages = took / 1e3, count
+        tier.probe_us, tier.probe_pages = took, count
         return ""
 
     # --- connected -------------------------------------------------------------------------------
@@ -254,7 +238,8 @@ class Peer:
                 raise RdmaPeerError("this node has other images now")
 
     def _failure(self) -> str:
-        return next((link.failure for link in self._links if not link.up), "")
+        links = self._reader.links if self._reader is not None else []
+        return next((link.failure for link in links if not link.up), "")
 
     def _take_down(self, why: str) -> None:
         was_up, self.up = self.up, False
@@ -262,28 +247,39 @@ class Peer:
             log.warning("peer not connected", peer=self.name, reason=why)
             self._changed("peer_down", self.name, why)
         self.reason = why
-        self._plane.unlink_peer(self.name, self._links, why)
-        self._links = []
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            self._plane.unlink_peer(self.name, reader.links, why)
+            reader.close()
         session, self._session = self._session, ""
         if session:
             with contextlib.suppress(RdmaPeerError):  # it closes what is not renewed
                 self._caller.ask("DELETE", f"/v1/exports/sessions/{session}")
 
 
-def _way(answer: dict[str, Any]) -> verbs.Way:
-    """Return what the peer says that both agree on, seen from here."""
-    theirs = verbs.Port.from_json(answer["port"])
-    mine, other = answer["peer_gid"], answer["gid"]
-    return verbs.Way(
-        None if mine is None else verbs.Gid.from_json(mine),
-        None if other is None else verbs.Gid.from_json(other),
-        int(answer["mtu"]),
-        int(answer["read_depth"]),
-        theirs.lid,
-    )
+def open_reader(settings: RemoteSection, depth: int, pumps: int) -> Reader:
+    """Return what reads from a peer: verbs, or NIXL where there are none.
+
+    Raises:
+        RdmaError: neither can be used, or not the one that was asked for.
+    """
+    missing = ""
+    if settings.transport != "nixl":
+        try:
+            return VerbsReader(settings, depth, pumps)
+        except RdmaMissingError as error:
+            if settings.transport == "verbs":
+                raise
+            missing = f"{error}; "
+    from tierd.daemon.by_nixl import NixlReader  # noqa: PLC0415 - NIXL is large and optional
+
+    try:
+        return NixlReader(settings, depth, pumps)
+    except RdmaMissingError as error:
+        raise RdmaMissingError(f"{missing}{error}") from None
 
 
-def _address(places: list[tuple[int, int, int, int]], page: int) -> tuple[int, int]:
+def _address(places: list[Place], page: int) -> tuple[int, int]:
     """Return (address, key) of a page at the peer."""
     for first, pages, address, key in places:
         if first <= page < first + pages:

@@ -421,13 +421,18 @@ def serve(
     """Run a daemon in this process until it is told to stop.
 
     If a device then still holds reads, the process ends at once: nothing can be freed before it.
+    So it does when NIXL was used, whose library crashes when the interpreter takes itself apart.
     """
     daemon = Daemon(settings, make_api, read_settings)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(daemon.run())
-    if daemon.plane.stuck or daemon.jobs.stuck:
+    if daemon.plane.stuck or daemon.jobs.stuck or _has_nixl():
         sys.stderr.flush()
         os._exit(0)
+
+
+def _has_nixl() -> bool:
+    return any(name.startswith("nixl") for name in sys.modules)
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

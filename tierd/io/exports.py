@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 HUGE_BYTES = 2 << 20
 BLOCK_PAGES = 512  # read and checked at a time
+# (first page, pages, address, key) of a contiguous piece of an image in a peer's memory.
+Place = tuple[int, int, int, int]
 _MAP_HUGETLB = 0x40000
 _MADV_HUGEPAGE = 14
 
@@ -98,7 +100,7 @@ def load(
             return
 
 
-def places_json(places: list[tuple[int, int, int, int]]) -> list[dict[str, Any]]:
+def places_json(places: list[Place]) -> list[dict[str, Any]]:
     """Return where the pages lie, for a peer. Addresses are hex: JSON's numbers have 53 bits."""
     return [
         {"first_page": first, "pages": pages, "address": f"{address:016x}", "key": key}
@@ -106,7 +108,7 @@ def places_json(places: list[tuple[int, int, int, int]]) -> list[dict[str, Any]]
     ]
 
 
-def places_from(rows: list[dict[str, Any]]) -> list[tuple[int, int, int, int]]:
+def places_from(rows: list[dict[str, Any]]) -> list[Place]:
     """Build from :func:`places_json`'s list."""
     return [
         (int(row["first_page"]), int(row["pages"]), int(row["address"], 16), int(row["key"]))

@@ -91,6 +91,11 @@ def _concerns(state: dict[str, Any]) -> Iterator[str]:
         yield f"damaged: {name}: {'; '.join(damage[:4])}; run: tierd verify {name}"
     for absent in state["absent_devices"]:
         yield f"device {absent['device']} is not there: {absent['reason']}"
+    if state["exports_fault"]:
+        yield f"nothing is exported: {state['exports_fault']}"
+    for peer in state["peers"]:
+        how = f"over {peer['transport']}: {', '.join(peer['images']) or 'no image of ours'}"
+        yield f"peer {peer['name']}: {how if peer['up'] else 'away: ' + peer['reason']}"
     for image in state["incomplete_images"]:
         yield f"not served: {image['name']}: {image['reason']}"
     for name in state["shadowed_images"]:

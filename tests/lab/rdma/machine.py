@@ -97,12 +97,14 @@ class Machine:
     """One booted machine.
 
     Attributes:
-        folder: /lab/NAME inside; both sides may write there.
+        lab: /lab inside, of all machines; both sides may write there.
+        folder: /lab/NAME inside.
     """
 
     def __init__(self, lab: Path, name: str, wire: Wire | None, memory_mib: int) -> None:
         """Start to boot."""
         self.name = name
+        self.lab = lab
         self.folder = lab / name
         self.folder.mkdir()
         (self.folder / "agent.sh").write_text(_AGENT.format(name=name))
@@ -120,10 +122,10 @@ class Machine:
         cpu = Path("/proc/cpuinfo").read_text()
         mhz = next((x.split(":")[1] for x in cpu.splitlines() if x.startswith("cpu MHz")), "2000")
         # Emulated, the guest's time stamp counter is the host's: it is told the rate, since
-        # measuring it on a busy host would go wrong by a factor.
+        # measuring it on a busy host would go wrong by a factor; so would the check of the timer.
         append = (
             f"console=ttyS0 quiet loglevel=3 panic=-1 mitigations=off nokaslr net.ifnames=0 "
-            f"tsc=reliable tsc_early_khz={int(float(mhz) * 1000)} lab={self.name}"
+            f"no_timer_check tsc=reliable tsc_early_khz={int(float(mhz) * 1000)} lab={self.name}"
         )
         kvm = any(flag in cpu.split() for flag in ("vmx", "svm")) and os.access("/dev/kvm", os.W_OK)
         words = ["qemu-system-x86_64"]

@@ -6,11 +6,14 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 #include <new>
 
 #include "bind.h"
+#include "channel.h"
 #include "protocol.h"
+#include "queue_link.h"
 #include "remote_link.h"
 #if TIERD_VERBS
 #include "verbs_link.h"
@@ -23,7 +26,14 @@ namespace tierd {
 namespace {
 
 using Memory = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Ints = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Release = nb::call_guard<nb::gil_scoped_release>;
+
+nb::object int_array(std::vector<std::int32_t>&& values) {
+    auto* kept = new std::vector<std::int32_t>(std::move(values));
+    const nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<std::int32_t>*>(p); });
+    return nb::cast(nb::ndarray<nb::numpy, std::int32_t, nb::ndim<1>>(kept->data(), {kept->size()}, owner));
+}
 
 #if TIERD_VERBS
 using Names = std::vector<std::pair<std::uint32_t, std::uint32_t>>;
@@ -145,6 +155,44 @@ void bind_verbs(nb::module_& m) {
         .def_prop_ro("up", &RemoteLink::up)
         .def_prop_ro("failure", &RemoteLink::failure, "'' or why it is down.")
         .def_prop_ro("trouble", &RemoteLink::trouble, "'' or what is amiss although it is up.");
+    nb::class_<QueueLink, RemoteLink>(m, "QueueLink",
+                                      "A link whose pages an outside transfer engine fetches into\n"
+                                      "`memory`; a page's address is its number in the engine's list, times\n"
+                                      "4,096.")
+        .def(nb::init<std::uint32_t, std::uint64_t>(), "depth"_a, "timeout_ns"_a)
+        .def_prop_ro("memory", [](nb::handle self) {
+            auto& link = nb::cast<QueueLink&>(self);
+            return nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>(
+                link.memory(), {link.depth() * kPageBytes}, self);
+        }, "uint8 [depth * 4096]: slot s is its page s.")
+        .def_prop_ro("event_fd", &QueueLink::event_fd,
+                     "Readable when there is something to take, or the link has failed.")
+        .def("open", &QueueLink::open, "The engine is ready.")
+        .def("post", [](QueueLink& link, const Ints& pages, const Memory& out) {
+            if (out.size() != pages.size() * kPageBytes)
+                throw std::invalid_argument("out must have 4,096 bytes a page");
+            std::vector<RemotePage> reads;
+            for (std::size_t i = 0; i < pages.size(); ++i)
+                reads.push_back({out.data() + i * kPageBytes,
+                                 static_cast<std::uint64_t>(pages(i)) * kPageBytes, 0, 0,
+                                 static_cast<std::uint32_t>(i)});
+            link.post(reads.data(), reads.size(), monotonic_ns());
+        }, "pages"_a, "out"_a, "Before it joins a pump: want pages; `out` lives until they came.")
+        .def("poll", [](QueueLink& link) {
+            std::vector<ReadDone> done;
+            link.poll(done, monotonic_ns());
+            return std::count_if(done.begin(), done.end(), [](const ReadDone& one) {
+                return one.result == static_cast<std::int32_t>(kPageBytes);
+            });
+        }, "Before it joins a pump: how many more have come whole.")
+        .def("take", [](QueueLink& link, std::uint32_t most) {
+            auto [slots, pages] = link.take(most);
+            return nb::make_tuple(int_array(std::move(slots)), int_array(std::move(pages)));
+        }, "most"_a, "(slots, page numbers), int32 [n] each.")
+        .def("finish", [](QueueLink& link, const Ints& slots, bool whole) {
+            nb::gil_scoped_release release;
+            link.finish(slots.data(), slots.size(), whole);
+        }, "slots"_a, "whole"_a, "These slots hold their pages, or will never.");
 #if TIERD_VERBS
     m.attr("VERBS") = true;
     bind_real_verbs(m);

@@ -92,6 +92,38 @@ class RemoteLink:
     def trouble(self) -> str:
         """'' or what is amiss although it is up."""
 
+class QueueLink(RemoteLink):
+    """
+    A link whose pages an outside transfer engine fetches into
+    `memory`; a page's address is its number in the engine's list, times
+    4,096.
+    """
+
+    def __init__(self, depth: int, timeout_ns: int) -> None: ...
+
+    @property
+    def memory(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+        """uint8 [depth * 4096]: slot s is its page s."""
+
+    @property
+    def event_fd(self) -> int:
+        """Readable when there is something to take, or the link has failed."""
+
+    def open(self) -> None:
+        """The engine is ready."""
+
+    def post(self, pages: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu')]) -> None:
+        """Before it joins a pump: want pages; `out` lives until they came."""
+
+    def poll(self) -> int:
+        """Before it joins a pump: how many more have come whole."""
+
+    def take(self, most: int) -> tuple:
+        """(slots, page numbers), int32 [n] each."""
+
+    def finish(self, slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], whole: bool) -> None:
+        """These slots hold their pages, or will never."""
+
 VERBS: bool = True
 
 class VerbsError(RuntimeError):
