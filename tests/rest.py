@@ -16,6 +16,7 @@ from tierd.catalog import Catalog
 from tierd.config import load
 from tierd.daemon import Daemon
 from tierd.daemon.attach import AttachServer
+from tierd.daemon.counters import Counters
 from tierd.daemon.jobs import Board
 from tierd.daemon.plane import DataPlane
 from tierd.daemon.scrub import Scrubber
@@ -102,6 +103,7 @@ async def serving(device: Path, directory: Path, **overrides: Any) -> AsyncItera
         stack.callback(daemon.catalog.close)
         daemon.plane = DataPlane.open(daemon.settings)
         stack.callback(daemon.plane.close)
+        daemon.counters = Counters(lambda: daemon.plane.stats())  # noqa: PLW0108 - a test replaces it
         daemon.scrubber = Scrubber(daemon.plane, daemon.settings.io, directory)
         daemon.jobs = Board(daemon.catalog)
         stack.callback(daemon.jobs.close)

@@ -81,6 +81,7 @@ def _ring(client: AttachedClient, ring: int) -> schemas.Ring:
         arena_pages=layout.arena_pages,
         server=client.view.server(ring),
         outstanding=client.view.outstanding(ring),
+        ways=client.view.ways(ring),
         hit_ratio=stats["hits"] / stats["lookups"] if stats["lookups"] else None,
         **stats,
     )

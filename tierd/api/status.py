@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +22,12 @@ routes = Routes("status", "The daemon: what it is, what it serves, how it is.")
 async def get_status(call: Call) -> schemas.Status:
     """The daemon's state.
 
-    Counters of pumps count since the daemon's start; `totals` are sums over the clients that are
-    attached now, since each attached.
+    Counters of pumps count since the daemon's start (who asks more than ten times a second gets
+    some that are 0.1 s old); `totals` are sums over the clients that are attached now, since each
+    attached.
     """
     daemon = call.daemon
-    # A pump that is registering a client's memory answers when it has done so.
-    counters = await asyncio.to_thread(daemon.plane.stats)
+    counters = await daemon.counters.read()
     doctor = verdict(call.request.app[EXAMINATION])
     return _status(daemon, counters, doctor)
 

@@ -8,7 +8,6 @@ import click
 
 from tierd.cli import jobs
 from tierd.cli.base import (
-    Group,
     api_option,
     ask,
     cli,
@@ -18,6 +17,7 @@ from tierd.cli.base import (
     json_option,
     print_json,
 )
+from tierd.cli.groups import Group
 
 
 @cli.group("images", cls=Group, invoke_without_command=True)

@@ -123,7 +123,7 @@ def completion(shell: str) -> None:
 @cli.command()
 @click.argument("page", type=click.Choice(["cli", "metrics"]))
 def reference(page: str) -> None:
-    """Print docs/cli.md or docs/metrics.md; `tierd config reference` prints the configuration's."""
+    """Print docs/cli.md or docs/metrics.md; see also `tierd config reference`."""
     if page == "cli":
         from tierd.cli.reference import markdown
     else:

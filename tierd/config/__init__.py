@@ -282,10 +282,11 @@ class KvSection(Section):
 class ControllerSection(Section):
     """What watches the cache split and the placement (docs/controller.md)."""
 
-    mode: Literal["advise", "off"] = Field(
-        "advise",
-        description="advise: decide from what attached clients do, and show each decision with "
-        "its reason (`tierd explain`); off: look at nothing.",
+    mode: Literal["steer", "advise", "off"] = Field(
+        "steer",
+        description="steer: decide from what attached clients do and move their ways; advise: "
+        "decide and only show it; either way each decision has its reason (`tierd explain`). off: "
+        "look at nothing.",
     )
     windows: str = Field(
         "",

@@ -28,6 +28,7 @@ from tierd import log as logging
 from tierd.catalog import Catalog
 from tierd.daemon import claims, reload, systemd
 from tierd.daemon.attach import AttachServer
+from tierd.daemon.counters import Counters
 from tierd.daemon.hub import Hub
 from tierd.daemon.jobs import Board
 from tierd.daemon.plane import DataPlane
@@ -86,6 +87,7 @@ class Daemon:
 
     Attributes:
         plane: stores, images and pumps.
+        counters: what the pumps counted a moment ago.
         attach: the engine socket's server, and its clients.
         steering: the controller's eyes and mouth.
         catalog: history.
@@ -96,6 +98,7 @@ class Daemon:
     """
 
     plane: DataPlane
+    counters: Counters
     scrubber: Scrubber
     attach: AttachServer
     steering: Steering
@@ -219,6 +222,7 @@ class Daemon:
         stack.callback(self.catalog.close)
         self.plane = await asyncio.to_thread(DataPlane.open, settings)
         stack.push_async_callback(asyncio.to_thread, self.plane.close)
+        self.counters = Counters(self.plane.stats)
         self.scrubber = Scrubber(self.plane, settings.io, paths.state_dir)
         stack.callback(self._take_from_scrub)  # the last findings, once it has stopped
         stack.push_async_callback(asyncio.to_thread, self.scrubber.stop)
