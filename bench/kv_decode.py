@@ -169,7 +169,7 @@ _streams: dict[str, torch.cuda.Stream] = {}
 
 
 def stream(name: str) -> torch.cuda.Stream:
-    """The foreground's stream goes first where both want a multiprocessor."""
+    """The foreground's stream goes first where predict or select want a multiprocessor too."""
     if name not in _streams:
         _streams[name] = torch.cuda.Stream(priority=-5 if name == "front" else 0)
     return _streams[name]

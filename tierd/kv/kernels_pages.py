@@ -152,17 +152,15 @@ def transfer(
     Entry and header are read together, since each trip over the link takes a microsecond or two;
     only what is stored depends on the header.
 
-    Grid: any number of programs. Each takes ENTRIES of the plan at a time, all of them under way
-    together, so that few multiprocessors fill the link. No program looks at places of the plan
-    beyond what a step may admit: there are K of them where the cap varies, 6 in use at a cap of
-    0.05, and passing over the others took as long as the transfer. Counts are kept in registers
-    and added once: an atomic operation for each entry orders everything around it.
+    Grid: any number of programs. Each takes ENTRIES of the plan at a time, all under way together,
+    and only of those places that a step may admit to: passing over all that a plan may have, 122
+    of 128 at a cap of 0.05, took as long as the transfer. An atomic operation for each entry would
+    order everything around it, so counts are added once.
     """
     word = tl.arange(0, WORDS)[None, :]
     lane = tl.arange(0, ENTRIES)
-    admitted = tl.zeros((ENTRIES,), tl.int32)
-    evicted = tl.zeros((ENTRIES,), tl.int32)
-    wrong = tl.zeros((ENTRIES,), tl.int32)
+    none = tl.zeros((ENTRIES,), tl.int32)
+    admitted, evicted, wrong = none, none, none
     planned = items * tl.minimum(tl.load(admit), CAP)
     first = tl.program_id(0) * ENTRIES
     while first < planned:
@@ -191,21 +189,31 @@ def transfer(
             pages + ((beside * HEADS + head) * WORDS)[:, None] + word, mask=near[:, None],
             other=entry,
         )  # fmt: skip
-        to = pages + ((page * HEADS + head) * WORDS)[:, None] + word
-        tl.store(to, entry, mask=good[:, None])
+        tl.store(pages + ((page * HEADS + head) * WORDS)[:, None] + word, entry, mask=good[:, None])
         tl.debug_barrier()  # all warps have read the map before one of them turns it over
-        replaced = use & (old >= 0)
-        tl.store(inverse + old, -1, mask=replaced)
-        tl.store(map_ + item * SLOTS + held, -1, mask=near)
-        tl.store(map_ + item * SLOTS + slot, tl.where(good, block, -1), mask=use)
-        tl.store(inverse + block, slot, mask=good)
+        turn_over(map_ + item * SLOTS, inverse, block, slot, held, old, use, near, good)
         admitted += good.to(tl.int32)
-        evicted += replaced.to(tl.int32)
+        evicted += (use & (old >= 0)).to(tl.int32)
         wrong += (use & (good == 0)).to(tl.int32)
         first += tl.num_programs(0) * ENTRIES
-    add(counters + C_ADMITTED, tl.sum(admitted, 0))
-    add(counters + C_EVICTED, tl.sum(evicted, 0))
-    add(counters + C_WRONG_OWNER, tl.sum(wrong, 0))
+    count_moves(counters, tl.sum(admitted, 0), tl.sum(evicted, 0), tl.sum(wrong, 0))
+
+
+@triton.jit
+def count_moves(counters, admitted, evicted, wrong):
+    """Add up what a program has moved."""
+    add(counters + C_ADMITTED, admitted)
+    add(counters + C_EVICTED, evicted)
+    add(counters + C_WRONG_OWNER, wrong)
+
+
+@triton.jit
+def turn_over(map_, inverse, block, slot, held, old, use, near, good):
+    """Let the map and its inverse say what stands in the slots of a plan's places now."""
+    tl.store(inverse + old, -1, mask=use & (old >= 0))
+    tl.store(map_ + held, -1, mask=near)
+    tl.store(map_ + slot, tl.where(good, block, -1), mask=use)
+    tl.store(inverse + block, slot, mask=good)
 
 
 @triton.jit

@@ -13,12 +13,13 @@ if TYPE_CHECKING:
     from tierd.kv.layer import LayerState, Tables
     from tierd.kv.shape import Budget, KvShape
 
-# Programs of the transfer: one for so many KV heads (of all requests). Few requests have little to
-# move and a layer's time for it, so it shall not take multiprocessors from their short steps.
-TRANSFER_HEADS = 4
+# Programs of the transfer: one for so many KV heads (of all requests), up to what fills the link;
+# few requests have little to move and a layer's time for it. Entries that a program has under way,
+# and its warps: `python -m bench.kv_tune transfer` compares.
+TRANSFER_HEADS = 2
 TRANSFER_PROGRAMS_MAX = 96
-TRANSFER_ENTRIES = 4
-TRANSFER_WARPS = 8
+TRANSFER_ENTRIES = 2
+TRANSFER_WARPS = 4
 SCORE_TILE = 64
 
 
