@@ -67,7 +67,7 @@ class CacheOf(BaseModel):
 
     sets: int = Field(ge=1, le=1 << 27)
     row_bytes: int = Field(ge=1, le=4096)
-    ways: dict[int, Annotated[int, Field(ge=0, le=32)]] = Field(max_length=64)
+    ways: dict[Annotated[int, Field(ge=0, lt=64)], Annotated[int, Field(ge=0, le=32)]]
 
 
 class AttachRequest(BaseModel):
@@ -319,6 +319,7 @@ class _Session:
         if len(fds) != 1:
             raise AttachError("attach needs one descriptor, the channel's memfd")
         _check_ranks(request, server.settings.engine.expected_ranks)
+        _check_caches(request)
         wanted = [
             server.plane.find(int(ref.image_id, 16), ref.generation) for ref in request.images
         ]
@@ -510,6 +511,12 @@ def _check_ranks(request: AttachRequest, expected: int) -> None:
             f"the engine has {request.world} ranks; "
             f"engine.expected_ranks of the daemon is {expected}"
         )
+
+
+def _check_caches(request: AttachRequest) -> None:
+    rings = Counter(ring for cache in request.caches for ring in cache.ways)
+    if twice := [ring for ring, count in rings.items() if count > 1]:
+        raise AttachError(f"attach: ring {twice[0]} is in two caches; each ring is in one")
 
 
 def _memory_file(name: str, data: bytes) -> int:
