@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING
 from tests import checkpoints
 from tests.docs import commands
 from tests.docs.commands import ROOT
+from tierd.types import ProbedWindows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,6 +37,17 @@ MODELS = Path("/models")
 TIMEOUT_S = 240.0
 LOOK_S = 4.0  # at a command that goes on until it is killed
 READY_S = 60.0
+CONFIG = {
+    "engram_layer_ids": [1, 14],
+    "engram_num_embeddings": [384_006_168, 384_016_682],
+    "engram_max_ngram_size": 4,
+    "engram_n_heads": 8,
+    "engram_head_dim": 256,
+}
+WINDOWS = ProbedWindows(
+    gpu="", engine="", model="", versions={}, date="2026-11-30", step_s={128: 0.0294},
+    layers={1: {128: 0.00027}, 14: {128: 0.00935}},
+)  # fmt: skip
 SCRIPT = """\
 import numpy as np
 from tierd.gpu.client import Client, list_images
@@ -83,11 +94,12 @@ class Node:
             MODELS.mkdir()
             self.made.append(MODELS)
         shell("mount", "-t", "tmpfs", "none", str(MODELS))
-        checkpoints.engram(MODELS / "DeepSeek-V4.1", rows=2000)
+        checkpoints.engram(MODELS / "DeepSeek-V4.1", rows=2000, config=CONFIG)
         checkpoints.ple(MODELS / "Qwen4Exp")
         for script in ("script.py", "generate.py"):
             (ROOT / script).write_text(SCRIPT)
-        shutil.copy(MODELS / "DeepSeek-V4.1" / "config.json", ROOT / "config.json")
+        (ROOT / "config.json").write_text(json.dumps(CONFIG))
+        (ROOT / "windows.json").write_text(json.dumps(WINDOWS.to_json()))
         Path("/etc/tierd").mkdir(exist_ok=True)
         Path("/etc/tierd/tierd.toml").write_text('[devices]\npaths = ["/dev/nvme1n1"]\n')
 
