@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from tierd.api.streams import Item
     from tierd.daemon import Daemon
     from tierd.daemon.attach import AttachedClient
-    from tierd.daemon.served import ServedImage
     from tierd.daemon.recent import Sums
+    from tierd.daemon.served import ServedImage
     from tierd.io.store import Store
 
 PAGE_BYTES = 4096

@@ -36,7 +36,7 @@ std::uint32_t Pump::add_remote() {
     const std::uint32_t device = free_device();
     devices_[device] = {-1, 0, true};
     call([&] {
-        device_counts_[device] = {device, 0, 0};
+        device_counts_[device] = {device, 0, 0, 0, {}};
         remote_->add_remote(device);
         return Progress::finished;
     });
