@@ -31,7 +31,9 @@ using Release = nb::call_guard<nb::gil_scoped_release>;
 
 nb::object int_array(std::vector<std::int32_t>&& values) {
     auto* kept = new std::vector<std::int32_t>(std::move(values));
-    const nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<std::int32_t>*>(p); });
+    const nb::capsule owner(kept, [](void* p) noexcept {
+        delete static_cast<std::vector<std::int32_t>*>(p);
+    });
     return nb::cast(nb::ndarray<nb::numpy, std::int32_t, nb::ndim<1>>(kept->data(), {kept->size()}, owner));
 }
 
