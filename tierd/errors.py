@@ -130,6 +130,10 @@ class RdmaPeerError(RdmaError):
     """The peer cannot be read from: refused, gone, of another version, or nothing fits."""
 
 
+class PeerSilentError(RdmaPeerError):
+    """The peer's REST interface does not answer; its memory may be readable all the same."""
+
+
 class ImageError(TierdError):
     """An image that does not exist, is incomplete or does not match."""
 

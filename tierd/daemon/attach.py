@@ -103,7 +103,10 @@ class AttachedClient:
         """Whether nobody would notice if this daemon were gone."""
         rings = range(len(self.view.rings))
         if self.view.guarded:
-            return all(map(self.view.handed_over, rings))
+            images = self.attached.images
+            # Nobody else can serve what lies at peers alone.
+            guarded = [ring for ring in rings if images[ring % len(images)].local]
+            return all(map(self.view.handed_over, guarded))
         return not any(map(self.view.outstanding, rings))
 
 

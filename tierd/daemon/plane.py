@@ -226,7 +226,8 @@ class DataPlane:
             there.append(np.array([[0, image.info.pages, tier.devices[number], 0]], np.uint64))
         disks = [image.striped, *image.copies] if image.local else []
         here = [extent_array(one, self._devices[number]) for one in disks]
-        return [*there, *here] if self.remote_first else [*here, *there]
+        # The first tier is tried twice; behind peers the first device has its second try last.
+        return [*there, *here, *here[:1]] if self.remote_first and there else [*here, *there]
 
     def refresh(self) -> None:
         """Serve what the stores hold now: what was staged meanwhile, and no more what was deleted.

@@ -24,7 +24,13 @@ import structlog
 
 from tierd.daemon.by_verbs import VerbsReader
 from tierd.daemon.exports import VERSION
-from tierd.errors import ConfigError, RdmaMissingError, RdmaPeerError, TierdError
+from tierd.errors import (
+    ConfigError,
+    PeerSilentError,
+    RdmaMissingError,
+    RdmaPeerError,
+    TierdError,
+)
 from tierd.io import _core, exports
 from tierd.io.device import PAGE_BYTES, aligned_buffer
 from tierd.types import ImageInfo
@@ -47,6 +53,8 @@ log = structlog.get_logger("tierd.daemon.remotes")
 BACKOFF_S = (0.05, 2.0)  # the first pause, and the longest
 LOOK_S = 0.05  # between two looks at links
 RENEW_S = 1.0
+# A peer whose REST interface is slow is still read; one that is silent for so long is gone.
+SILENT_S = 5.0
 TIMEOUT_S = 2.0
 PROBE_PAGES = 64
 ANSWER_BYTES_MAX = 4 << 20
@@ -76,7 +84,8 @@ class Caller:
         """Send a request; return its answer.
 
         Raises:
-            RdmaPeerError: no answer, or a refusal; the text says which.
+            PeerSilentError: no answer.
+            RdmaPeerError: a refusal, with its reason.
         """
         connection: http.client.HTTPConnection
         if self._tls is None:
@@ -93,7 +102,7 @@ class Caller:
             data = json.loads(response.read(ANSWER_BYTES_MAX) or b"{}")
         except (OSError, http.client.HTTPException, ValueError) as error:
             why = str(error) or type(error).__name__
-            raise RdmaPeerError(f"peer {self.url} does not answer: {why}") from None
+            raise PeerSilentError(f"peer {self.url} does not answer: {why}") from None
         finally:
             connection.close()
         if response.status >= http.HTTPStatus.BAD_REQUEST:
@@ -148,6 +157,14 @@ class Peer:
         self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._stay_connected()
+            self._take_down("this daemon stops")
+        finally:
+            if not self._stop.is_set():  # a fault of ours; its traceback is in the log
+                self.up, self.reason = False, "this peer's thread ended by a fault: see the log"
+
+    def _stay_connected(self) -> None:
         pause = BACKOFF_S[0]
         while not self._stop.is_set():
             try:
@@ -160,7 +177,6 @@ class Peer:
                 self._take_down(f"peer {self.name}: answers that make no sense: {error!r:.200}")
             self._stop.wait(pause)
             pause = min(2 * pause, BACKOFF_S[1])
-        self._take_down("this daemon stops")
 
     # --- connecting ------------------------------------------------------------------------------
 
@@ -223,14 +239,20 @@ class Peer:
 
     def _keep(self) -> None:
         """Look at the links and renew the session until something is wrong."""
-        renewed = time.monotonic()
+        asked = heard = time.monotonic()
         while not self._stop.wait(LOOK_S):
             if failure := self._failure():
                 raise RdmaPeerError(f"peer {self.name}: {failure}")
-            if time.monotonic() - renewed < RENEW_S:
+            if time.monotonic() - asked < RENEW_S:
                 continue
-            answer = self._caller.ask("PUT", f"/v1/exports/sessions/{self._session}", {})
-            renewed = time.monotonic()
+            asked = time.monotonic()
+            try:
+                answer = self._caller.ask("PUT", f"/v1/exports/sessions/{self._session}", {})
+            except PeerSilentError:
+                if time.monotonic() - heard > SILENT_S:
+                    raise
+                continue
+            heard = time.monotonic()
             if int(answer["revision"]) != self._revision:
                 raise RdmaPeerError(f"peer {self.name} exports something else now")
             # What was staged or deleted here meanwhile may match what is offered there.

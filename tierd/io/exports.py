@@ -46,6 +46,11 @@ class ImageMemory:
             RdmaMemoryError: there is not enough.
         """
         size = pages * PAGE_BYTES
+        if size > (free := _available_bytes()):
+            raise RdmaMemoryError(
+                f"an export of {size >> 20} MiB does not fit the {free >> 20} MiB of memory that "
+                "are available; run: free -m"
+            )
         whole = -(-size // HUGE_BYTES) * HUGE_BYTES
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         try:
@@ -67,6 +72,17 @@ class ImageMemory:
             with contextlib.suppress(OSError):
                 memory.madvise(_MADV_HUGEPAGE)
         self.pages: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)[:size]
+
+
+def _available_bytes() -> int:
+    """Return what can be taken without pushing anything out, free huge pages included."""
+    found = {}
+    with open("/proc/meminfo", encoding="ascii") as file:
+        for line in file:
+            name, _, rest = line.partition(":")
+            found[name] = int(rest.split()[0])
+    huge = found.get("HugePages_Free", 0) * found.get("Hugepagesize", 0)
+    return (found.get("MemAvailable", 0) + huge) * 1024
 
 
 def load(

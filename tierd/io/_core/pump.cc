@@ -343,9 +343,11 @@ Status Pump::judge(const ReadSlot& slot, std::int32_t result) {
     if (result < 0) return Status::read_error;
     if (result != static_cast<std::int32_t>(kPageBytes)) return Status::short_read;
     if (!options_.checks) return Status::ok;
-    // A page that failed once is never let through on the strength of its trailer alone.
+    // A page that failed once, or that came from another node's memory, is never let through on the
+    // strength of its trailer alone.
     bool check_crc = false;
-    if (options_.crc_sample != 0 && (slot.attempt != 0 || ++crc_turn_ >= options_.crc_sample)) {
+    const bool always = slot.attempt != 0 || (remote_ != nullptr && remote_->is_remote(slot.device));
+    if (options_.crc_sample != 0 && (always || ++crc_turn_ >= options_.crc_sample)) {
         check_crc = true;
         crc_turn_ = 0;
         ++counts_.crc_checked;
