@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["PLE", "PLE_DIM", "PLE_LAYER"]
 
 LAYERS = (1, 14)
+# 0 is a scale of 0 to vLLM. The interpreter rounds subnormals in its own way, so no tiny ones.
+SCALES = (0, *range(110, 145))
 TOKENS, DISTINCT = 512, 410
 TOKEN_MAP = [token % DISTINCT for token in range(TOKENS)]
 ENGRAM = {
@@ -43,7 +45,9 @@ def write(root: Path) -> dict[str, TinyCheckpoint]:
     rows = engram_layout().rows
     config = {**ENGRAM, "engram_num_embeddings": list(rows)}
     made = {
-        name: checkpoints.engram(root / name, layers=LAYERS, rows=rows, config=config, seed=seed)
+        name: checkpoints.engram(
+            root / name, layers=LAYERS, rows=rows, config=config, seed=seed, scales=SCALES
+        )
         for name, seed in (("v41", 1), ("v41-other", 9))
     }
     for name, scale in (("ple-bf16", None), ("ple-fp8", PLE_SCALE)):

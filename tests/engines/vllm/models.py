@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from triton.runtime import interpreter
 
 warnings.simplefilter("ignore")
 
@@ -52,6 +53,22 @@ def pretend_a_gpu() -> None:
     from vllm.platforms.cpu import CpuPlatform
 
     vllm.platforms._current_platform = CpuPlatform()  # the other wants compiled parts
+    mend_the_interpreter()
+
+
+def mend_the_interpreter() -> None:
+    """Two things that vLLM's kernels do and this Triton's interpreter cannot."""
+    # A flag that is no constant is an i1, which it cannot hold.
+    convert = interpreter._implicit_cvt
+    interpreter._implicit_cvt = lambda arg: convert(int(arg) if isinstance(arg, bool) else arg)
+    # A range's bounds are arrays of one element, which this numpy does not take for a number.
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
 
 
 def load_plugins() -> None:
@@ -169,7 +186,7 @@ class EngramTables(nn.Module):
         """(row numbers, rows of every layer) of one request's tokens, as the model's forward."""
         count = len(tokens)
         ids = self.hasher(
-            tokens, torch.arange(before.shape[1], before.shape[1] + count),
+            tokens, torch.arange(len(before), len(before) + count),
             torch.tensor([0, count], dtype=torch.int32), dead, before[None],
             torch.zeros_like(before[None], dtype=torch.bool), None, None,
         )  # fmt: skip
