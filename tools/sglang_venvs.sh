@@ -30,10 +30,10 @@ if [ "$(cat $home/.ready 2>/dev/null)" != "$stamp" ]; then
         # Without its dependencies, which are CUDA libraries of several GB; a test imports a tenth.
         pip $home/$release/bin/python --no-deps --no-compile sglang==$release
     done
-    # tierd as the base environment has it, or, where that is none or another checkout's, anew.
-    if [ "$(cd / && "$base" -c 'import tierd; print(tierd.__file__)' 2>/dev/null)" != "$PWD/tierd/__init__.py" ]; then
-        pip $common/bin/python --no-deps --no-build-isolation -e .
-    fi
     echo "$stamp" >$home/.ready
+fi
+# tierd as the base environment has it, or, where that is none or another checkout's, anew.
+if [ "$(cd / && "$base" -c 'import tierd; print(tierd.__file__)' 2>/dev/null)" != "$PWD/tierd/__init__.py" ]; then
+    pip $common/bin/python --no-deps --no-build-isolation -e .
 fi
 touch $home/.ready

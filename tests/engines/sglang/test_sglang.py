@@ -185,11 +185,11 @@ def test_dummy_weights_are_served_by_name(scenarios: Scenarios) -> None:
     assert scenarios["refused"]["dummy, named"] is True
 
 
-def test_the_daemon_counts_ranks(scenarios: Scenarios) -> None:
-    """One of two has attached: whoever waits for the other sees which."""
-    (engine,) = [e for e in scenarios["refused"]["one of two"] if e["expected_ranks"] == 2][:1]
-    assert engine["engine"].startswith("sglang 0.5.2")
-    assert engine["missing_ranks"] in ([1], [])
+def test_the_daemon_knows_how_many_ranks_to_expect(scenarios: Scenarios) -> None:
+    """One of two has attached (tests/unit/test_clients.py: how they are counted)."""
+    client = scenarios["refused"]["one of two"]
+    assert client["engine"].startswith("sglang 0.5.2")
+    assert (client["rank"], client["world"], client["expected_ranks"]) == (0, 2, 2)
 
 
 @pytest.mark.parametrize("release", engines.RELEASES)
