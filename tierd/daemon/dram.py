@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger("tierd.daemon.dram")
 
 LOOK_S = 1.0
+STOP_S = 2.0
 
 
 @dataclasses.dataclass(eq=False)
@@ -71,15 +72,19 @@ class DramImages:
             self._thread.start()
 
     def stop(self) -> None:
-        """Give everything up. Idempotent."""
+        """Give everything up. Idempotent.
+
+        A device that does not answer is waited for briefly; the thread ends with the process.
+        """
         self._stop.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(STOP_S)
             self._thread = None
         with self._lock:
-            for held in self._held.values():
-                held.close()
+            given_up = list(self._held.values())
             self._held.clear()
+        for held in given_up:
+            held.close()
 
     def _run(self) -> None:
         for pattern in self._settings.images:
@@ -101,11 +106,12 @@ class DramImages:
             and any(fnmatch.fnmatchcase(image.info.name, p) for p in self._settings.images)
         }
         with self._lock:
-            for number, held in list(self._held.items()):
-                new = wanted.get(number)
-                if new is None or new.info.generation != held.image.info.generation:
-                    log.info("no longer in memory", image=held.image.info.name)
-                    self._held.pop(number).close()
+            void = [n for n, held in self._held.items() if not _same(wanted.get(n), held.image)]
+            given_up = [self._held.pop(number) for number in void]
+        # Outside the lock, which attaching engines wait for: freeing 100 GiB takes seconds.
+        for held in given_up:
+            log.info("no longer in memory", image=held.image.info.name)
+            held.close()
         for number, image in wanted.items():
             if number not in self._held and not self._stop.is_set():
                 self._load(image)
@@ -118,13 +124,14 @@ class DramImages:
         try:
             memory = held.memory = SharedImage(image.striped)
             memory.load(lambda done, _: self._progress(held, done))
-        except TierdError as error:
+        except (TierdError, OSError, MemoryError) as error:
             with self._lock:
                 held.state, held.reason = "failed", str(error)
                 held.close()
-            log.error("not in memory", image=image.info.name, reason=str(error))
+            if self._wanted(image):  # else its pages have gone with it: no fault of the device
+                log.error("not in memory", image=image.info.name, reason=str(error))
             return
-        if self._stop.is_set():
+        if not self._wanted(image):
             return
         with self._lock:
             held.state = "ready"
@@ -137,7 +144,12 @@ class DramImages:
 
     def _progress(self, held: Held, done: int) -> bool:
         held.loaded = done
-        return not self._stop.is_set()
+        return self._wanted(held.image)
+
+    def _wanted(self, image: ServedImage) -> bool:
+        """Whether an image is served still, and we are to go on."""
+        now = self._plane.images.get(image.info.image_id)
+        return not self._stop.is_set() and _same(now, image)
 
     def listing(self) -> list[Held]:
         """Return what is in memory or to be, by name."""
@@ -148,8 +160,7 @@ class DramImages:
         """Return an image's place in memory, None where it is not to have one."""
         with self._lock:
             held = self._held.get(image.info.image_id)
-        same = held is not None and held.image.info.generation == image.info.generation
-        return held if same else None
+        return held if held is not None and _same(held.image, image) else None
 
     def take(self, image: ServedImage) -> tuple[int, int] | None:
         """Return a descriptor of an image in memory, the caller's, and its bytes; or None."""
@@ -158,3 +169,8 @@ class DramImages:
             if held is None or held.state != "ready" or held.memory is None:
                 return None
             return os.dup(held.memory.fd), held.memory.size
+
+
+def _same(one: ServedImage | None, other: ServedImage) -> bool:
+    """Whether both are one staging of an image; another window makes another object of it."""
+    return one is not None and one.info.generation == other.info.generation

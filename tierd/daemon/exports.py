@@ -36,6 +36,7 @@ log = structlog.get_logger("tierd.daemon.exports")
 VERSION = 1  # of what peers say to each other
 LEASE_S = 10.0
 LOOK_S = 1.0
+STOP_S = 2.0
 SESSIONS_MAX = 256
 LINKS_MAX = 64
 
@@ -117,10 +118,13 @@ class Exports:
             self._thread.start()
 
     def stop(self) -> None:
-        """Withdraw everything. Idempotent."""
+        """Withdraw everything. Idempotent.
+
+        A device that does not answer is waited for briefly; the thread ends with the process.
+        """
         self._stop.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(STOP_S)
             self._thread = None
         with self._lock:
             for session in self._sessions.values():

@@ -70,7 +70,6 @@ class SharedImage:
                     f"image {image.name}: {self.size >> 20} MiB of memory are refused: "
                     f"{worse.strerror}; run: free -m"
                 ) from None
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         self._pages: NDArray[np.uint8] | None = np.frombuffer(self._map, np.uint8)[:need]
 
     def load(self, progress: Callable[[int, int], bool] | None = None) -> None:
@@ -95,6 +94,7 @@ def _memory(size: int, *, huge: bool) -> tuple[int, mmap.mmap]:
     fd = os.memfd_create("tierd-image", flags)
     try:
         os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         # Huge pages are reserved here, so that one that is not there ends no process later.
         return fd, mmap.mmap(fd, size)
     except OSError as error:
