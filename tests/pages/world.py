@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests import checkpoints
+from tests import checkpoints, daemons
 from tests.daemons import ROOT, Daemon, Node, make_node, running
 from tierd.io.checkpoint import Checkpoint
 from tierd.io.staging import stage
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from playwright.sync_api import Browser, ConsoleMessage, Page
 
+daemons.START_TIMEOUT_S = 120.0  # a browser starts beside it
 CHROMIUM = "/usr/bin/chromium"
 AXE = Path(__file__).with_name("axe.min.js")
 ENGINE = "pages 1"
@@ -151,7 +152,7 @@ class Tab:
     errors: list[str]
     received: list[int] = dataclasses.field(default_factory=list)
 
-    def wait(self, script: str, timeout_s: float = 60.0) -> None:
+    def wait(self, script: str, timeout_s: float = 120.0) -> None:
         """Until a JavaScript expression is true; asked from here, for the page may not eval."""
         deadline = time.monotonic() + timeout_s
         while not self.page.evaluate(script):

@@ -3,7 +3,7 @@
 
 import { Curves } from "./curves.js";
 import { $, element, set, setText, toggle } from "./dom.js";
-import { duration, span } from "./format.js";
+import { bytes, clock, span } from "./format.js";
 import * as lists from "./lists.js";
 import { Series } from "./series.js";
 import { enter, enterByAddress, get, Refused } from "./session.js";
@@ -27,6 +27,7 @@ const curves = new Curves();
 
 let now = null; // the last overview
 let lost = ""; // why there is no connection
+let since = ""; // when the daemon was last heard
 let events = [];
 let controller = null;
 let known = null; // curves
@@ -72,6 +73,8 @@ function show() {
   grids.jobs.show(now.jobs.map((row) => ({ ...row, key: row.job })));
   setText($("pumps"), now.pumps.map((pump, at) =>
     `pump ${at}: ${pump.transport}, ${(pump.cpu * 100).toFixed(0)} % of a core, ${pump.in_flight} in flight`).join("; "));
+  const { pool_bytes: pool, free_bytes: free, leases } = now.kv;
+  setText($("kv"), pool ? `KV pool: ${bytes(pool - free)} of ${bytes(pool)} leased, ${leases} leases` : "");
   judge();
 }
 
@@ -103,8 +106,10 @@ function judge() {
   const silent = stream.silence > STALE_MS;
   let [state, text, why] = ["ok", "serving", ""];
   if (!$("login").hidden) return;
+  if (!silent) since = "";
   if (silent || (lost && !now)) {
-    const since = now ? `for ${span(stream.silence / 1000)}` : "so far";
+    // The moment, not how long ago: what changes each second would be read aloud each second.
+    since ||= now ? `since ${clock(new Date(Date.now() - stream.silence).toISOString())}` : "so far";
     state = "stale";
     text = now ? `no data ${since}` : "no daemon";
     why = `Nothing heard from the daemon ${since}${lost ? `: ${lost}` : ""}. ${now ? "What is shown is how it was; " : ""}this page goes on trying.`;
@@ -116,13 +121,12 @@ function judge() {
     why = `${now.still} stands still: engines serve themselves. On the node: systemctl restart tierd`;
   } else if (now.age_s !== null && now.age_s * 1000 > STALE_MS) {
     state = "stale";
-    text = `counters are ${duration(now.age_s * 1e6)} old`;
+    text = "counters are old";
     why = "A pump does not answer, so the counters are not the latest.";
   } else if (now.frozen) {
     text = "serving, split frozen";
   }
   set($("state"), "data-state", state);
-  // Seconds are for eyes only: the announced text changes when the state does.
   setText($("state"), text);
   setText($("banner"), why);
   $("banner").hidden = !why;
