@@ -135,7 +135,7 @@ bench-controller: build
 	$(PY) -m bench.controller
 # Both need a CUDA GPU.
 gpu-test: build
-	TRITON_INTERPRET=0 $(PY) -m pytest -c tests/gpu/pytest.ini --rootdir . tests/gpu -m gpu
+	TRITON_INTERPRET=0 $(PY) -m pytest -c tools/gpu_pytest.ini --rootdir . tests/gpu -m gpu
 bench-gpu: build
 	$(PY) -m bench.gpu
 # A few minutes on the CPU; the GPU part is `python -m bench.kv_gpu` (docs/kv.md).
