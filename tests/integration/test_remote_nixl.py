@@ -36,7 +36,7 @@ def test_rows_come_over_nixl_and_the_disk_takes_over(tmp_path: Path) -> None:
         exporting = rig.serve_exports(there, listen="127.0.0.1:19468", **NIXL)
         peer = "http://127.0.0.1:19468"
         reading = rig.serve_remote(here, peer, **NIXL)
-        alone = rig.serve_remote(bare, peer, TIERD__REMOTE__HOLD_MS="60000", **NIXL)
+        alone = rig.serve_remote(bare, peer, **NIXL)
         try:
             for daemon in (exporting, reading, alone):
                 daemon.wait_ready()
@@ -52,8 +52,9 @@ def test_rows_come_over_nixl_and_the_disk_takes_over(tmp_path: Path) -> None:
             assert one.right(rng)
             rig.until(lambda: not rig.peer_up(bare))
             exporting = rig.serve_exports(there, listen="127.0.0.1:19468", **NIXL)
-            assert other.right(rng), "it waits for the peer"
-            rig.until(lambda: rig.peer_up(here))
+            exporting.wait_ready()
+            rig.until(lambda: rig.peer_up(here) and rig.peer_up(bare))
+            assert other.right(rng)
             assert one.right(rng)
             one.close()
             other.close()

@@ -1,4 +1,4 @@
-"""The page of storage errors names every class there is, every reason and every finding."""
+"""The page of errors below a table names every class there is, every reason and every finding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE = (DOCS / "operating/errors.md").read_text()
 STORAGE = [
     kind
     for _, kind in inspect.getmembers(errors, inspect.isclass)
-    if issubclass(kind, errors.DeviceError | errors.ImageError)
+    if issubclass(kind, errors.DeviceError | errors.ImageError | errors.RdmaError)
 ]
 
 
