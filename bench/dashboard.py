@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 LAYERS, RANKS = 16, 2
 WIDTHS = (400, 900, 1600)
 THEMES = ("light", "dark")
-STALE = "document.querySelector('#state').dataset.state === 'stale'"
+STALE = "document.querySelector('#state')?.dataset.state === 'stale'"
 PAINT = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime ?? null"
 PACKAGES = ("playwright",)
 

@@ -45,7 +45,7 @@ def silent(one: Tab, *expected: str) -> Iterator[None]:
 
 
 def state_is(state: str) -> str:
-    return f"{STATE}.dataset.state === '{state}'"
+    return f"{STATE}?.dataset.state === '{state}'"
 
 
 def test_windows_against_read_times_under_load(chromium: Browser, tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_an_address_is_good_for_one_browser(chromium: Browser, tmp_path: Path) -
         with tab(chromium, url) as first:
             first.until_live(2)
             with tab(chromium, url) as second:
-                second.wait("!document.querySelector('#login').hidden")
+                second.wait("document.querySelector('#login')?.hidden === false")
                 assert second.axe() == []
                 # The tab keeps its key over a reload.
             first.page.reload()
@@ -205,7 +205,7 @@ def test_over_tcp_the_token_becomes_a_key(chromium: Browser, tmp_path: Path) -> 
     with running(node, "--config", config) as daemon:
         (address,) = [e["api.listen"] for e in daemon.events() if "api.listen" in e]
         with tab(chromium, f"http://{address}/") as one:
-            one.wait("!document.querySelector('#login').hidden")
+            one.wait("document.querySelector('#login')?.hidden === false")
             one.page.fill("#token", "wrong")
             one.page.click("#login button")
             one.wait("document.querySelector('#refused').textContent.includes('missing or wrong')")

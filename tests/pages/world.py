@@ -130,7 +130,7 @@ class Door:
 
     def close(self) -> None:
         self.process.send_signal(signal.SIGINT)
-        self.process.wait(10)
+        self.process.wait(60)
         assert self.process.stdout is not None
         self.process.stdout.close()
 
@@ -162,7 +162,7 @@ class Tab:
     def until_live(self, tables: int) -> None:
         """Until the page serves and shows as many tables."""
         self.wait(
-            "document.querySelector('#state').dataset.state === 'ok' && "
+            "document.querySelector('#state')?.dataset.state === 'ok' && "
             f"document.querySelectorAll('#lanes tbody tr').length === {tables}"
         )
 

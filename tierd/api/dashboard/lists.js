@@ -18,7 +18,7 @@ export function devices() {
       },
     },
     { id: "images", title: "Images", number: true, narrow: "mid", text: (row) => count(row.images), sort: (row) => row.images },
-    { id: "reads", title: "Reads/s", number: true, text: (row) => count(row.reads_per_s), sort: (row) => row.reads_per_s },
+    { id: "reads", title: "Reads/s", number: true, narrow: "mid", text: (row) => count(row.reads_per_s), sort: (row) => row.reads_per_s },
     { id: "queue", title: "In flight", number: true, narrow: "mid", text: (row) => count(row.in_flight), sort: (row) => row.in_flight },
     { id: "p50", title: "Read 50 %", number: true, narrow: "mid", text: (row) => below(row.read_p50_us), sort: (row) => row.read_p50_us },
     { id: "p99", title: "Read 99 %", number: true, text: (row) => below(row.read_p99_us), sort: (row) => row.read_p99_us },
