@@ -1,6 +1,7 @@
-"""Turn the line of ``python -m bench.gpu_sglang --out FILE`` into records of sglang.json.
+r"""Turn the line of `python -m bench.gpu_sglang --out FILE` into records of sglang.json.
 
-python -m bench.gpu_sglang_records FILE --machine TEXT --release 0.5.23
+python -m bench.gpu_sglang_records FILE --release 0.5.23 \
+    --commit HASH --machine TEXT --torch V --triton V --date D
 """  # fmt: skip
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ COMMAND = "TIERD_SGLANG_KERNELS=DIR python -m bench.gpu_sglang"
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("file", type=Path)
-    parser.add_argument("--machine", required=True)
-    parser.add_argument("--release", default="0.5.23")
+    for name in ("commit", "machine", "torch", "triton", "date"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--release", default="0.5.23", help="of the kernels it was held against")
     options = parser.parse_args()
     found = json.loads(options.file.read_text())
     assert not found["rehearsal"], "a rehearsal times nothing"
@@ -29,7 +31,7 @@ def main() -> None:
     def record(measure: str, value: float, unit: str, spread: str, **more: Any) -> dict[str, Any]:
         return records.record(
             measure, value, unit=unit, command=COMMAND, repeats=more.pop("repeats", 1),
-            spread=spread, machine_name=options.machine, packages=("torch", "triton"), **more,
+            spread=spread, machine_name=options.machine, **more,
         )  # fmt: skip
 
     checked = dram["rows"] + served["rows"]
@@ -51,6 +53,12 @@ def main() -> None:
             limit="the gather checks a tag of every row, which the stock one does not",
         ),
     ]  # fmt: skip
+    for one in made:
+        one["date"] = options.date
+        one["versions"] = {
+            "python": "3.12", "commit": options.commit, "tierd": "not installed",
+            "torch": options.torch, "triton": options.triton, "sglang": options.release,
+        }  # fmt: skip
     records.save("sglang", made)
     for one in made:
         print(f"{one['id']}: {one['value']} {one['unit']} ({one['spread']})")

@@ -207,8 +207,11 @@ def attach(asked: argparse.Namespace) -> list[Found]:
                 cycle(node)
             before = [footprint(pid) for pid in ("self", daemon.pid)]
             series = metric_series(node)
-            for _ in range(cycles):
+            course = []  # of the daemon's private memory, so that a leak shows from a plateau
+            for number in range(cycles):
                 cycle(node)
+                if (number + 1) % max(cycles // 10, 1) == 0:
+                    course.append(round(footprint(daemon.pid)["rss"] / 2**20, 2))
             wait_until_gone(node)
             after = [footprint(pid) for pid in ("self", daemon.pid)]
             series_after = metric_series(node)
@@ -220,7 +223,7 @@ def attach(asked: argparse.Namespace) -> list[Found]:
         found("attach_cycles", cycles, "cycles"),
         found("leaked_fds", grown["fds"], "descriptors", before=before, after=after),
         found("leaked_shm_bytes", grown["shm"], "bytes"),
-        found("rss_growth_mib", grown["rss"] / 2**20, "MiB"),
+        found("rss_growth_mib", grown["rss"] / 2**20, "MiB", daemon_mib_each_tenth=course),
     ]
     if series >= 0:
         records.append(found("metric_series_growth", series_after - series, "series"))

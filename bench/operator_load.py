@@ -2,11 +2,13 @@
 
 python -m bench.operator_load engine SOCKET STEPS_PER_S     prints one JSON line a second
 python -m bench.operator_load poll SOCKET CLIENTS           GET /v1/status, each once a second
+python -m bench.operator_load late - SECONDS                how late the machine itself is
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -67,6 +69,29 @@ def poll(socket: str, clients: int) -> None:
     asyncio.run(everybody())
 
 
+def late(seconds: float) -> None:
+    """Sleep 2 ms at a time at the highest priority; print by how much too long, one JSON line.
+
+    Nothing runs before this process but the kernel and, on a virtual machine, what stops its
+    processors from outside: no answer of any program can be more punctual.
+    """
+    with contextlib.suppress(PermissionError):
+        os.nice(-20)
+    found, end = [], time.perf_counter() + seconds
+    while (began := time.perf_counter()) < end:
+        time.sleep(0.002)
+        found.append((time.perf_counter() - began - 0.002) * 1000)
+    found.sort()
+    at = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+    shown = {name: round(found[int(share * (len(found) - 1))], 2) for name, share in at.items()}
+    print(json.dumps({**shown, "over_10_ms_a_second": sum(x > 10 for x in found) / seconds}))
+
+
 if __name__ == "__main__":
     kind, where, number = sys.argv[1:]
-    engine(where, float(number)) if kind == "engine" else poll(where, int(number))
+    if kind == "engine":
+        engine(where, float(number))
+    elif kind == "poll":
+        poll(where, int(number))
+    else:
+        late(float(number))

@@ -26,7 +26,7 @@ def undocumented() -> list[str]:
     by_hand = pages(but=("cli.md", "metrics.md", "config.md"))
     missing = [
         f"command: tierd {' '.join(path)}"
-        for path, command in walk(cli)
+        for path, command in walk(cli.everything())
         if not hasattr(command, "commands")
         and (
             not re.search(rf"tierd(\.cli)? {re.escape(' '.join(path))}", by_hand)

@@ -178,6 +178,8 @@ def _create(path: Path) -> Database:
     try:
         connection.execute("pragma journal_mode = wal")
         connection.execute("pragma synchronous = normal")
+        # Events are appended: SQLite's own 2 MiB of cached pages would only be memory kept.
+        connection.execute("pragma cache_size = -128")
         database = Database(connection)
         columns = {"id": int, "time": float, "kind": str, "subject": str, "details": str}
         events = database.table("events")

@@ -27,13 +27,13 @@ if [ "$(cat $home/.ready 2>/dev/null)" != "$stamp" ]; then
             echo "import site; site.addsitedir('$(site "$base")')"
             echo "import torchvision_stub"
         } >"$(site $home/$release/bin/python)/base.pth"
-        # Without its dependencies, which are CUDA libraries of several GB.
-        pip $home/$release/bin/python --no-deps sglang==$release
+        # Without its dependencies, which are CUDA libraries of several GB; a test imports a tenth.
+        pip $home/$release/bin/python --no-deps --no-compile sglang==$release
     done
-    # tierd as it is installed in the base environment, or, in a checkout where it is not, anew.
-    if [ ! -e "$(site "$base")/_editable_skbc_tierd.pth" ]; then
-        pip $common/bin/python --no-deps --no-build-isolation -e .
-    fi
     echo "$stamp" >$home/.ready
+fi
+# tierd as the base environment has it, or, where that is none or another checkout's, anew.
+if [ "$(cd / && "$base" -c 'import tierd; print(tierd.__file__)' 2>/dev/null)" != "$PWD/tierd/__init__.py" ]; then
+    pip $common/bin/python --no-deps --no-build-isolation -e .
 fi
 touch $home/.ready

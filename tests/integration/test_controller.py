@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from typing import TYPE_CHECKING, Any
@@ -32,12 +33,14 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Node:
     return engram_node(tmp_path_factory.mktemp("controller"), rows=20_000)
 
 
-def configured(node: Node, directory: Path, **windows: Any) -> tuple[str, str]:
+def configured(
+    node: Node, directory: Path, mode: str = "advise", **windows: Any
+) -> tuple[str, str]:
     """A configuration that names a windows file; looks come often, so that tests need not wait."""
     file = directory / "windows.json"
     file.write_text(json.dumps({**WINDOWS.to_json(), **windows}))
     path = directory / "tierd.toml"
-    path.write_text(f'[controller]\ninterval_ms = 50\nwindows = "{file}"\n')
+    path.write_text(f'[controller]\nmode = "{mode}"\ninterval_ms = 50\nwindows = "{file}"\n')
     return "--config", str(path)
 
 
@@ -59,14 +62,14 @@ def awaited(node: Node, good: Callable[[dict[str, Any]], bool]) -> dict[str, Any
         state = rest_client.get(node.api_socket, "/v1/controller")
         if good(state):
             return state
-        assert time.monotonic() < deadline, state
+        assert time.monotonic() < deadline, json.dumps(state)
         time.sleep(0.05)
 
 
-def attached_client(node: Node) -> Client:
+def attached_client(node: Node, cache_rows: int = 8192) -> Client:
     images = list_images(str(node.engine_socket), wait_s=10)
     return Client.attach(
-        node.engine_socket, images, engine=ENGINE, cache_rows=8192, rows_max=4096,
+        node.engine_socket, images, engine=ENGINE, cache_rows=cache_rows, rows_max=4096,
         options=TableOptions(sample_rate=1 / 128),
     )  # fmt: skip
 
@@ -124,6 +127,57 @@ def test_what_is_seen_is_explained_and_the_operator_has_the_last_word(
             assert {"freeze", "thaw"} <= {event["details"]["action"] for event in events}
         awaited(node, lambda state: not state["clients"])
         assert daemon.stop() == 0
+
+
+def skewed(client: Client, steps: range) -> None:
+    """Layer 1 goes over 2,560 rows again and again, which 20 ways hold; layer 14 over all."""
+    out = np.empty((64, 256), np.uint16)
+    for step in steps:
+        first = np.arange(64) + 64 * (step % 40)
+        second = (np.arange(64) + 64 * step) % 20_000
+        for name, ids in (("layers.1.engram", first), ("layers.14.engram", second)):
+            client.table(name).kick(ids)
+            client.table(name).gather(ids, out)
+
+
+def test_the_split_follows_the_traffic_and_the_operator(node: Node, tmp_path: Path) -> None:
+    # Layer 14's window hides every read, so ways are worth something at layer 1 alone.
+    layers = {"1": {"8": {"window_s": 1e-6}}, "14": {"8": {"window_s": 10.0}}}
+    configuration = configured(node, tmp_path, "steer", layers=layers)
+    with running(node, *configuration), attached_client(node, 4096) as client:
+        steps = itertools.count(0, 30)
+        names = ("layers.1.engram", "layers.14.engram")
+
+        def ways() -> list[int]:
+            return [client.table(name).quota for name in names]
+
+        def goes_on_until(good: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+            def turn(state: dict[str, Any]) -> bool:
+                step = next(steps)
+                skewed(client, range(step, step + 30))
+                return bool(state["clients"]) and good(state["clients"][0]["caches"][0])
+
+            return awaited(node, turn)
+
+        assert ways() == [16, 16]
+        goes_on_until(lambda cache: cache["follows"] and cache["ways"][0] > 16)
+        assert ways()[0] > 16
+        assert sum(ways()) == 32
+        moved = rest_client.get(node.api_socket, "/v1/events?kind=controller")["events"][0]
+        assert moved["details"]["action"] == "move", moved
+        api = ("--api-socket", node.api_socket)
+        would = tierd("controller", "undo", "--dry-run", *api).stdout
+        assert "test 1 rank 0" in would
+        assert "becomes" in would
+        assert "splits are as before" in tierd("controller", "undo", *api).stdout
+        goes_on_until(lambda cache: cache["ways"] == cache["advised_ways"])
+        settled = ways()
+        assert sum(settled) == 32
+        skewed(client, range(200))
+        assert ways() == settled  # undoing freezes
+        assert "splits may move" in tierd("controller", "thaw", *api).stdout
+        frozen = json.loads(tierd("controller", "freeze", "--json", *api).stdout)
+        assert frozen["frozen"] == "by the operator"
 
 
 @pytest.mark.parametrize(

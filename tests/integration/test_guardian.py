@@ -105,7 +105,7 @@ def test_a_killed_daemon_and_its_successor(node: Node, daemon: Daemon, engine: E
         before = status(node)["pumps"][0]["pages"]
         for _ in range(20):
             engine.step()
-        assert status(node)["pumps"][0]["pages"] > before
+        eventually(lambda: status(node)["pumps"][0]["pages"] > before, "the daemon read nothing")
         assert second.stop() == 0
     for _ in range(5):
         engine.step()

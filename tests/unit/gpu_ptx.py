@@ -21,7 +21,7 @@ POINTERS = {
     "control64": "*i64", "missed_at": "*i32", "missed_rows": "*i64",
     "descriptors": "*i32", "arena": "*i32", "slots": "*i32", "fault": "*i64",
     "stats": "*i64", "host_stats": "*i64", "out": "*bf16", "arena_bytes": "*u8", "image": "*i32",
-    "samples": "*i64", "samples_written": "*i64", "arena_elements": "*i16",
+    "samples": "*i64", "samples_written": "*i64", "arena_elements": "*i16", "seen": "*u8",
     "image_elements": "*i16",
 }  # fmt: skip
 WIDE = {"arena_g_words", "key0", "key1", "timeout_ns", "grace_ns", "rows", "row_hi", "table_rows"}
@@ -54,10 +54,12 @@ def kernels() -> dict[str, Any]:
     gather = {**GEOMETRY, "DIM": 256, "ROWS": 2, "CANONICAL": False}
     dram = {"ROWS_PER_PAGE": 15, "ROW_WORDS": 66, "DIM": 256, "GROUPS": 8, "ROWS": 2}
     kick = {**GEOMETRY, "DRAIN": True}
+    look = {"ROWS": 4, "LOSSY": False}
     plain = {**gather, "WIDTH": 256, "FORMAT": 2, "PER_WORD": 2}
     return {
-        "look_up": compile_kernel(kernels_kick.look_up, {"ROWS": 4, "DEMAND": False}),
-        "demand": compile_kernel(kernels_kick.look_up, {"ROWS": 4, "DEMAND": True}),
+        "look_up": compile_kernel(kernels_kick.look_up, {**look, "DEMAND": False}),
+        "demand": compile_kernel(kernels_kick.look_up, {**look, "DEMAND": True}),
+        "lossy": compile_kernel(kernels_kick.look_up, {"ROWS": 4, "DEMAND": False, "LOSSY": True}),
         "claim": compile_kernel(kernels_kick.claim_publish, kick, ids="i32"),
         "finish": compile_kernel(kernels_kick.finish_lane, {}),
         "wait_fill": compile_kernel(kernels_fill.wait_fill, {**GEOMETRY, "CHECK": True}),

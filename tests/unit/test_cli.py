@@ -14,7 +14,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from tierd.cli import cli
+from tierd.cli import cli, groups
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,7 +43,7 @@ def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[s
             yield (*path, name)
 
 
-@pytest.mark.parametrize("path", list(commands(cli)), ids=" ".join)
+@pytest.mark.parametrize("path", list(commands(cli.everything())), ids=" ".join)
 def test_every_command_and_option_has_help(path: tuple[str, ...]) -> None:
     command: click.Command = cli
     for name in path:
@@ -64,7 +64,7 @@ def test_every_command_is_in_the_operators_page() -> None:
 
 
 def test_the_pages_of_commands_and_metrics_are_the_code() -> None:
-    for page in ("cli", "metrics"):
+    for page in ("cli", "metrics", "rest"):
         text = (ROOT / f"docs/{page}.md").read_text()
         assert text == invoke("reference", page).stdout, f"run: tierd reference {page}"
 
@@ -85,6 +85,17 @@ def test_completion_completes() -> None:
         check=True,
     )
     assert done.stdout.split() == ["plain,jobs"]
+
+
+def test_the_table_of_commands_is_the_commands() -> None:
+    found = {}
+    for name, command in cli.everything().commands.items():
+        assert command.callback is not None
+        module = command.callback.__module__.removeprefix("tierd.cli.")
+        found[name] = (module, command.get_short_help_str(limit=1000))
+    assert found == groups.COMMANDS
+    help_ = invoke("--help").stdout
+    assert all(f"\n  {name} " in help_ for name in found)
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -14,7 +14,7 @@ from twin_rig import Rig, expected, pack
 from tierd.errors import HookError, RowError
 from tierd.gpu import state
 from tierd.gpu.dram import DramTable
-from tierd.io import _core
+from tierd.io import _core, seen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -118,6 +118,57 @@ def test_quotas_move_without_flushing(rig: Rig) -> None:
         assert engine.held(1) == 30
         engine.step(0, np.arange(6))
         assert (engine.held(0), engine.held(1)) == (6, 26)
+
+
+def test_the_daemons_wish_moves_a_quota_and_nonsense_does_not(rig: Rig) -> None:
+    """A ring looks at its wish at one kick in LOOK_EVERY, whichever table's turn it is."""
+
+    def looks(kick: int) -> bool:
+        x = (kick ^ (kick >> 16)) * 0x85EBCA6B & 0xFFFFFFFF
+        x = (x ^ (x >> 13)) * 0xC2B2AE35 & 0xFFFFFFFF
+        return (x ^ (x >> 16)) % state.LOOK_EVERY.value == 0
+
+    spans = (range(n, 2000, 2) for n in (2, 3))
+    assert all(4 <= sum(map(looks, span)) <= 40 for span in spans)
+    first = next(kick for kick in range(2, 2000) if looks(kick)) - 2
+    with GpuEngine(rig, rig.images[:2], sets=1, quota=16, first_kick=first) as engine:
+        at = int(_core.protocol.OFFSET_QUOTA)
+        wish = engine.channel.control(0)[at : at + 4].view(np.uint32)
+        wish[0] = 1 + 3
+        engine.step(0, np.arange(4))  # does not look
+        assert engine.tables[0].quota == 16
+        engine.step(0, np.arange(4))
+        assert (engine.tables[0].quota, engine.tables[1].quota) == (3, 16)
+        engine.step(0, np.arange(4))
+        assert engine.tables[0].stats()["quota"] == 1 + 3
+    for nonsense in (34, 2**31, 2**32 - 1):
+        with GpuEngine(rig, rig.images[:1], sets=1, quota=16, first_kick=first + 1) as engine:
+            engine.channel.control(0)[at : at + 4].view(np.uint32)[0] = nonsense
+            engine.step(0, np.arange(4))
+            assert engine.tables[0].quota == 16
+
+
+def test_rows_that_no_trace_saw_are_zero_and_not_read(rig: Rig) -> None:
+    image = rig.images[0]
+    bits = seen.empty(image.rows)
+    seen.mark(bits, np.arange(0, image.rows, 3))
+    with GpuEngine(rig, [image], sets=1, quota=4) as engine:
+        engine.tables[0].skip_unseen(bits)
+        rng = np.random.default_rng(5)
+        for _ in range(4):
+            ids = rng.integers(0, image.rows, 16)
+            tensor = torch.from_numpy(ids)
+            engine.tables[0].kick(tensor)
+            got = engine.gather(0, tensor)
+            known = ids % 3 == 0
+            np.testing.assert_array_equal(got[known], image.decoded[ids[known]])
+            assert not got[~known].any()
+            assert (~known).any()
+            assert known.any()
+        stats = engine.tables[0].stats()
+        assert stats["lookups"] == stats["hits"] + stats["misses"] + stats["bypasses"] < 64
+        with pytest.raises(RowError, match=str(image.rows)):
+            engine.step(0, np.array([image.rows]))
 
 
 def test_ids_that_were_not_kicked_are_demanded(rig: Rig) -> None:

@@ -89,6 +89,23 @@ def test_a_cache_size_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -
         settings.current()
 
 
+def test_hints_audit_and_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERD_AUDIT_EVERY", "0")
+    assert (settings.current().audit_every, settings.current().hint_pages) == (0, None)
+    monkeypatch.setenv("TIERD_AUDIT_EVERY", "7")
+    monkeypatch.setenv("TIERD_HINT_PAGES", "0")
+    assert (settings.current().audit_every, settings.current().hint_pages) == (7, 0)
+    monkeypatch.setenv("TIERD_HINT_PAGES", "9" * 30)
+    with pytest.raises(HookError, match="is not a number of pages, such as 0"):
+        settings.current()
+    for text, on in (("", False), ("0", False), ("1", True)):
+        monkeypatch.setenv("TIERD_EARLY_KICK", text)
+        assert settings.switch("TIERD_EARLY_KICK") is on
+    monkeypatch.setenv("TIERD_EARLY_KICK", "true")
+    with pytest.raises(HookError, match="'true' is neither 1 nor 0"):
+        settings.switch("TIERD_EARLY_KICK")
+
+
 @pytest.mark.parametrize("engine", ["tgi", "mlx", "torch"])
 def test_engines_that_are_not_served(engine: str) -> None:
     with pytest.raises(HookError, match=f"engine '{engine}' is not one that tierd serves"):

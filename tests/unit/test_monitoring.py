@@ -81,7 +81,7 @@ def test_alerts_name_metrics_and_labels_that_exist_and_a_command(rule: dict[str,
     command = rule["annotations"]["description"].partition("Run: ")[2]
     assert command
     for name in re.findall(r"tierd ([a-z]+)", command):
-        assert name in cli.commands or command.startswith("systemctl")
+        assert name in cli.everything().commands or command.startswith("systemctl")
 
 
 def test_the_dashboard_names_metrics_that_exist() -> None:

@@ -22,6 +22,7 @@ from tierd.gpu.probe import (
     decoder_layers,
     fit_window,
     noise_of,
+    write,
 )
 from tierd.tools import probe as tool
 from tierd.types import ProbedWindows
@@ -162,7 +163,7 @@ def test_a_transformers_model_is_probed_and_written(tmp_path: Path) -> None:
     assert set(found.layers[1]) == set(found.step_s) == {1, 2}
     assert found.engine == f"transformers {transformers.__version__}"
     assert len(said) == 4
-    tool.write(found, tmp_path / "windows.json")
+    write(found, tmp_path / "windows.json")
     again = json.loads((tmp_path / "windows.json").read_text())
     assert ProbedWindows.from_json(again) == found
     with pytest.raises(HookError, match="layer 7 of 2"):
@@ -176,4 +177,4 @@ def test_what_cannot_be_probed(tmp_path: Path) -> None:
         tool.numbers("1;2", "--batch")
     windows = ProbedWindows("", "e", "m", {}, "d", {}, {})
     with pytest.raises(TierdError, match="cannot be written"):
-        tool.write(windows, tmp_path / "no" / "windows.json")
+        write(windows, tmp_path / "no" / "windows.json")

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tierd.cli import groups
+
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = sorted((ROOT / "tierd").rglob("*.py"))
 NATIVE = [p for p in sorted((ROOT / "tierd/io/_core").iterdir()) if p.suffix in {".h", ".cc"}]
@@ -156,7 +158,8 @@ def test_no_word_of_the_workshop_in_the_tree() -> None:
 def test_every_module_is_used() -> None:
     """A module that nothing imports, and that is no entry point, is dead."""
     entry_points = {
-        *("tierd.cli.__main__", "tierd.hook.site.sitecustomize", "tierd.tools.demo_generate")
+        *("tierd.cli.__main__", "tierd.hook.site.sitecustomize", "tierd.tools.demo_generate"),
+        *(f"tierd.cli.{module}" for module, _ in groups.COMMANDS.values()),
     }
     everything = "\n".join(
         p.read_text(errors="ignore") for p in tracked() if p.suffix in {".py", ".toml", ""}

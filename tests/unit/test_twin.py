@@ -203,6 +203,30 @@ def test_a_quota_is_kept_and_can_move(rig: Rig) -> None:
             engine.tables[0].set_quota(33)
 
 
+def test_the_daemons_wish_moves_a_quota_and_nonsense_does_not(rig: Rig) -> None:
+    with Engine(rig, rig.images[:2], sets=1, quota=16) as engine:
+        at = int(_core.protocol.OFFSET_QUOTA)
+        wishes = [engine.channel.control(ring)[at : at + 4].view(np.uint32) for ring in (0, 1)]
+
+        def quotas() -> list[int]:
+            return [engine.tables[ring].stats()["quota"] - 1 for ring in (0, 1)]
+
+        assert quotas() == [16, 16]
+        wishes[0][0], wishes[1][0] = 1 + 24, 1 + 8
+        engine.check(1, np.arange(40))
+        assert quotas() == [16, 8]  # each follows at its own kick
+        engine.check(0, np.arange(40))
+        assert quotas() == [24, 8]
+        assert [engine.cache.held(t) for t in (0, 1)] == [24, 8]
+        for nonsense in (34, 2**31, 2**32 - 1):
+            wishes[0][0] = nonsense
+            engine.check(0, np.arange(40))
+            assert quotas() == [24, 8]
+        wishes[0][0] = 1
+        engine.check(0, np.arange(3))
+        assert quotas() == [0, 8]
+
+
 def test_the_least_recent_rows_go_first(rig: Rig) -> None:
     with Engine(rig, rig.images[:1], sets=1, quota=32) as engine:
         for first in (0, 8, 16, 24):

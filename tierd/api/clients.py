@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from typing import TYPE_CHECKING
 
 from tierd.api import schemas
@@ -37,22 +38,28 @@ async def get_client(call: Call) -> schemas.Client:
 
 
 def _engines(attached: Collection[AttachedClient]) -> list[schemas.Engine]:
-    """Count ranks by engine: a rank that serves itself is one that is missing here."""
-    by_name: dict[str, list[AttachedClient]] = {}
+    """Count ranks by engine: a rank that serves itself is one that is missing here.
+
+    Several servers of one engine and size are counted together, as many as the most frequent rank
+    has copies.
+    """
+    by_name: dict[tuple[str, int], list[AttachedClient]] = {}
     for client in attached:
-        by_name.setdefault(client.engine, []).append(client)
+        by_name.setdefault((client.engine, client.world), []).append(client)
     engines = []
-    for name, clients in sorted(by_name.items()):
-        ranks = {client.rank for client in clients}
+    for (name, _), clients in sorted(by_name.items()):
+        ranks = collections.Counter(client.rank for client in clients)
+        servers = max(ranks.values())
         expected = max(client.expected_ranks for client in clients)
         # Where a node has but a part of the ranks, nobody here knows which part.
         whole = all(client.expected_ranks == client.world for client in clients)
+        missing = [rank for rank in range(expected) if ranks[rank] < servers]
         engines.append(
             schemas.Engine(
                 engine=name,
-                attached_ranks=len(ranks),
-                expected_ranks=expected,
-                missing_ranks=sorted(set(range(expected)) - ranks) if whole else [],
+                attached_ranks=len(clients),
+                expected_ranks=expected * servers,
+                missing_ranks=missing if whole else [],
             )
         )
     return engines
@@ -81,6 +88,7 @@ def _ring(client: AttachedClient, ring: int) -> schemas.Ring:
         arena_pages=layout.arena_pages,
         server=client.view.server(ring),
         outstanding=client.view.outstanding(ring),
+        ways=client.view.ways(ring),
         hit_ratio=stats["hits"] / stats["lookups"] if stats["lookups"] else None,
         **stats,
     )

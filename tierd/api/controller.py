@@ -49,8 +49,9 @@ class ControlledCache(BaseModel):
 
     row_bytes: int
     sets: int
-    ways: list[int]  # in the order of `tables`
-    advised_ways: list[int]
+    ways: list[int]  # in force, in the order of `tables`
+    advised_ways: list[int]  # what the controller wants
+    follows: bool  # whether the engine is told, and takes it over
     tables: list[str]
     decision: str  # the last one, with its reason
     predicted_ms: float | None
@@ -297,7 +298,7 @@ def _table(
     steering: Steering, one: Watched, ring: int, view: CacheView | None, at: int
 ) -> ControlledTable:
     info, state = one.watch.client.attached.images[ring].info, one.watch.rings[ring]
-    ways = None if view is None else view.cache.ways[ring]
+    ways = None if view is None else view.in_force[at]
     now = None if view is None else view.now
     curve = state.sampler.curve()
     known = view is not None and ways is not None and curve.samples > 0
@@ -329,8 +330,9 @@ def _cache(one: Watched, view: CacheView) -> ControlledCache:
     return ControlledCache(
         row_bytes=view.cache.row_bytes,
         sets=view.cache.sets,
-        ways=[view.cache.ways[ring] for ring in view.order],
+        ways=list(view.in_force),
         advised_ways=list(view.state.ways),
+        follows=view.follows,
         tables=[images[ring].info.table.name for ring in view.order],
         decision=f"{view.decision.action}: {view.decision.reason}",
         predicted_ms=None if math.isnan(predicted) else predicted,

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 
-class Device(BaseModel):
+class Answer(BaseModel):
+    """What every answer is."""
+
+    # Each answer's serializer is built when it is first sent: all at once cost a tenth of the
+    # daemon's start.
+    model_config = ConfigDict(defer_build=True)
+
+
+class Device(Answer):
     """A device whose images are served."""
 
     path: str
@@ -21,27 +29,27 @@ class Device(BaseModel):
     note: str  # what was odd when it was opened; mostly ""
 
 
-class Devices(BaseModel):
+class Devices(Answer):
     """GET /v1/devices."""
 
     devices: list[Device]
 
 
-class AbsentDevice(BaseModel):
+class AbsentDevice(Answer):
     """A configured device that could not be opened."""
 
     device: str
     reason: str
 
 
-class IncompleteImage(BaseModel):
+class IncompleteImage(Answer):
     """An image that is not served."""
 
     name: str
     reason: str  # which device it lacks, or which format it has
 
 
-class Pump(BaseModel):
+class Pump(Answer):
     """A native thread that serves rings; counters since the daemon's start."""
 
     transport: str
@@ -52,6 +60,7 @@ class Pump(BaseModel):
     reads: int
     retries: int
     next_tier: int  # pages read from a copy of the image, after the retry
+    passed_over: int  # pages whose first tier, a peer, was known to be away
     crc_checked: int
     in_flight: int
     in_flight_max: int
@@ -65,7 +74,7 @@ class Pump(BaseModel):
     cpu_system_ns: int
 
 
-class LossyTable(BaseModel):
+class LossyTable(Answer):
     """A table of which rows that no trace saw are skipped."""
 
     image: str
@@ -73,14 +82,14 @@ class LossyTable(BaseModel):
     seen_share: float  # of its rows
 
 
-class History(BaseModel):
+class History(Answer):
     """Whether events are being kept."""
 
     degraded: str  # why not; "" while they are
     lost: int
 
 
-class Refusal(BaseModel):
+class Refusal(Answer):
     """An engine that is too old or too new for this daemon; its guardian serves it meanwhile."""
 
     pid: int
@@ -88,7 +97,7 @@ class Refusal(BaseModel):
     reason: str
 
 
-class Scrub(BaseModel):
+class Scrub(Answer):
     """The check of every page in the background."""
 
     state: str  # off, running, resting (between passes) or failed
@@ -103,7 +112,30 @@ class Scrub(BaseModel):
     fault: str  # why it gave up; "" while it has not
 
 
-class Status(BaseModel):
+class Peer(Answer):
+    """A node whose exports are read here."""
+
+    name: str
+    up: bool
+    reason: str  # why it is not up; ""
+    transport: str
+    connects: int
+    images: list[str]  # read from it now
+
+
+class DramImage(Answer):
+    """An image in this node's memory, or on its way there."""
+
+    image: str
+    state: str  # loading, ready or failed
+    reason: str  # why it failed; ""
+    pages: int
+    loaded_pages: int
+    size_bytes: int
+    memory: str  # huge pages, or why not; "" before there is any
+
+
+class Status(Answer):
     """GET /v1/status."""
 
     name: str
@@ -124,12 +156,16 @@ class Status(BaseModel):
     history: History
     scrub: Scrub
     session_faults: int
+    dram: list[DramImage]  # images that GPUs of this node read from its memory
+    exports: int  # images that other nodes may read, or soon will
+    exports_fault: str  # why nothing can be exported; ""
+    peers: list[Peer]
     lossy: list[LossyTable]  # tables whose never-seen rows are served as zero
     refusals: list[Refusal]  # engines of versions that are not served, newest last
     doctor: Verdict
 
 
-class Totals(BaseModel):
+class Totals(Answer):
     """Sums over the clients attached now, since each attached."""
 
     lookups: int
@@ -142,7 +178,7 @@ class Totals(BaseModel):
     hit_ratio: float | None
 
 
-class Image(BaseModel):
+class Image(Answer):
     """A staged table."""
 
     volatile: ClassVar[set[str]] = {"clients"}  # no edit, so no part of the ETag
@@ -176,13 +212,13 @@ class Image(BaseModel):
     clients: int
 
 
-class Images(BaseModel):
+class Images(Answer):
     """GET /v1/images."""
 
     images: list[Image]
 
 
-class Ring(BaseModel):
+class Ring(Answer):
     """One table's requests of one client; counters since it attached."""
 
     image: str
@@ -190,6 +226,7 @@ class Ring(BaseModel):
     arena_pages: int
     server: str  # daemon, or guardian while the engine serves itself
     outstanding: int
+    ways: int | None  # of each set of the client's row cache, of 32; null: it does not say
     hit_ratio: float | None  # null before the first lookup
     lookups: int
     hits: int
@@ -205,7 +242,7 @@ class Ring(BaseModel):
     published: int
 
 
-class Client(BaseModel):
+class Client(Answer):
     """An attached engine rank."""
 
     client: str
@@ -220,7 +257,7 @@ class Client(BaseModel):
     rings: list[Ring]
 
 
-class Engine(BaseModel):
+class Engine(Answer):
     """The attached ranks of one engine, by its name; ``missing_ranks`` as far as known."""
 
     engine: str
@@ -229,14 +266,14 @@ class Engine(BaseModel):
     missing_ranks: list[int]
 
 
-class Clients(BaseModel):
+class Clients(Answer):
     """GET /v1/clients."""
 
     clients: list[Client]
     engines: list[Engine]
 
 
-class KvCounters(BaseModel):
+class KvCounters(Answer):
     """What owners of KV leases have counted; entries are blocks of one KV head and layer."""
 
     steps: int
@@ -260,7 +297,7 @@ class KvCounters(BaseModel):
     agreement_ratio: float | None
 
 
-class KvLease(BaseModel):
+class KvLease(Answer):
     """A part of the host pool that one engine rank has."""
 
     lease: int
@@ -270,7 +307,7 @@ class KvLease(BaseModel):
     counters: KvCounters
 
 
-class Kv(BaseModel):
+class Kv(Answer):
     """GET /v1/kv."""
 
     pool_bytes: int
@@ -279,7 +316,7 @@ class Kv(BaseModel):
     leases: list[KvLease]
 
 
-class Event(BaseModel):
+class Event(Answer):
     """Something that happened."""
 
     id: int
@@ -289,27 +326,27 @@ class Event(BaseModel):
     details: dict[str, Any]
 
 
-class Events(BaseModel):
+class Events(Answer):
     """GET /v1/events, newest first."""
 
     events: list[Event]
 
 
-class Health(BaseModel):
+class Health(Answer):
     """GET /healthz."""
 
     status: str
     pumps: int
 
 
-class Ready(BaseModel):
+class Ready(Answer):
     """GET /readyz."""
 
     status: str
     images: int
 
 
-class Verdict(BaseModel):
+class Verdict(Answer):
     """What the examination of the machine found, in one word."""
 
     verdict: Literal["ok", "warning", "problem", "unknown"]  # unknown: not examined (yet)
@@ -317,7 +354,7 @@ class Verdict(BaseModel):
     warnings: int
 
 
-class Finding(BaseModel):
+class Finding(Answer):
     """One thing that was examined."""
 
     check: str  # such as io_uring, memlock
@@ -329,7 +366,7 @@ class Finding(BaseModel):
     cure: str  # the one command that cures it, ""
 
 
-class Doctor(BaseModel):
+class Doctor(Answer):
     """GET /v1/doctor."""
 
     verdict: Literal["ok", "warning", "problem", "unknown"]
@@ -337,7 +374,7 @@ class Doctor(BaseModel):
     findings: list[Finding]
 
 
-class Table(BaseModel):
+class Table(Answer):
     """A table as it is served: where it comes from, and how its reads do.
 
     Counters are sums over all clients since the daemon's start, those that have gone included.
@@ -350,7 +387,7 @@ class Table(BaseModel):
     group: str
     rows: int
     row_bytes: int
-    tier: Literal["disk"]
+    tier: Literal["disk", "remote"]
     devices: list[str]
     window_us: float  # what the pumps order reads by
     window_source: Literal["assumed", "placement"]
@@ -367,20 +404,92 @@ class Table(BaseModel):
     tag_errors: int
 
 
-class Tables(BaseModel):
+class Tables(Answer):
     """GET /v1/tables."""
 
     tables: list[Table]
 
 
-class Tier(BaseModel):
+class Tier(Answer):
     """One place that a table's rows are read from."""
 
-    tier: Literal["disk"]
-    devices: list[str]
+    tier: Literal["dram", "disk", "remote"]
+    devices: list[str]  # of a remote tier: the peer
+    why: str  # it stands where it stands; for a remote one that is away: why it is
+    linked: bool | None = None  # whether a remote one can be read now
+    read_us: float | None = None  # of `read_pages` drawn pages, when it was linked
+    read_pages: int = 0
+    transport: str = ""
+    mtu: int = 0
+    gid: str = ""
 
 
-class Placement(BaseModel):
+class Export(Answer):
+    """An image that other nodes may read."""
+
+    name: str
+    image_id: str
+    generation: int
+    fingerprint: str
+    pages: int
+    size_bytes: int
+    state: str  # loading, ready or failed
+    reason: str  # why it failed; ""
+    loaded_pages: int
+    memory: str  # huge pages, or why not
+
+
+class ExportSession(Answer):
+    """A peer that may read."""
+
+    peer: str
+    since: str
+    links: int
+
+
+class Exports(Answer):
+    """GET /v1/exports."""
+
+    fault: str  # why nothing can be exported; ""
+    transport: str  # verbs or nixl; "" before it is open
+    ways: list[str]  # how peers reach it, best first
+    exports: list[Export]
+    sessions: list[ExportSession]
+
+
+class PeerAnswer(Answer):
+    """What a peer needs to read: docs/operating/remote.md."""
+
+    session: str
+    lease_s: float
+    revision: int
+    version: int
+    # Of verbs:
+    port: dict[str, Any] | None = None
+    gid: dict[str, Any] | None = None
+    peer_gid: dict[str, Any] | None = None
+    mtu: int = 0
+    read_depth: int = 0
+    links: list[list[tuple[int, int]]] = []
+    # Of NIXL: its agent's metadata, base64.
+    agent: str = ""
+    images: list[dict[str, Any]]
+
+
+class PeerRenewed(Answer):
+    """A session goes on."""
+
+    lease_s: float
+    revision: int
+
+
+class PeerClosed(Answer):
+    """A session is over."""
+
+    closed: bool
+
+
+class Placement(Answer):
     """Where a table is read from, in order, and by when."""
 
     image: str
@@ -388,20 +497,20 @@ class Placement(BaseModel):
     window_us: float | None  # what the operator said; null: the controller's, or a guess by layer
 
 
-class Placements(BaseModel):
+class Placements(Answer):
     """GET /v1/placements."""
 
     placements: list[Placement]
 
 
-class DryRun(BaseModel):
+class DryRun(Answer):
     """What a change would do; nothing was done."""
 
     dry_run: Literal[True] = True
     changes: list[str]  # one line each; empty: nothing would change
 
 
-class Progress(BaseModel):
+class Progress(Answer):
     """How far a job is."""
 
     done_bytes: int
@@ -411,7 +520,7 @@ class Progress(BaseModel):
     doing: str
 
 
-class Job(BaseModel):
+class Job(Answer):
     """Long work of the daemon."""
 
     job: str
@@ -428,7 +537,7 @@ class Job(BaseModel):
     error: str  # one line; "" unless it failed or was cancelled
 
 
-class Jobs(BaseModel):
+class Jobs(Answer):
     """GET /v1/jobs, newest first."""
 
     jobs: list[Job]

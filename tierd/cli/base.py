@@ -1,7 +1,4 @@
-"""What every command uses: the root group, options, output, errors for people.
-
-An error meant for the user is one line and an exit code.
-"""
+"""What every command uses: the root group, options, output."""
 
 from __future__ import annotations
 
@@ -13,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tierd import __version__
-from tierd.errors import ConfigError, TierdError
+from tierd.cli.groups import Root
+from tierd.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,30 +19,6 @@ if TYPE_CHECKING:
     from tierd.config import Loaded
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-
-
-class Failure(click.ClickException):
-    """A user's error: one line, no usage text, no traceback."""
-
-    def __init__(self, error: TierdError) -> None:
-        super().__init__(str(error))
-        self.__dict__["exit_code"] = error.exit_code  # click declares it for the class
-
-    def show(self, file: Any = None) -> None:
-        """Print the one line on the error stream."""
-        del file
-        click.echo(f"tierd: {self.message}", err=True)
-
-
-class Group(click.Group):
-    """A group whose commands may raise TierdError."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; a TierdError ends it with its line and exit code."""
-        try:
-            return super().invoke(ctx)
-        except TierdError as error:
-            raise Failure(error) from None
 
 
 class Size(click.ParamType[int]):
@@ -102,7 +76,7 @@ def device_path(name: str) -> str:
     return name if name.startswith("UUID=") else str(Path(name).absolute())
 
 
-@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Root, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="tierd")
 def cli() -> None:
     """Serve the lookup tables of large language models from disk, bit-exact.
@@ -124,12 +98,16 @@ def load(config_path: Path | None) -> Loaded:
     return config.load(config_path)
 
 
+def api_path(api_socket: str | None, config_path: Path | None) -> Path:
+    """Where the daemon's REST socket is."""
+    return Path(api_socket) if api_socket else load(config_path).settings.paths.api_socket
+
+
 def ask(api_socket: str | None, config_path: Path | None, resource: str) -> dict[str, Any]:
     """The running daemon's answer to GET ``resource``."""
     from tierd.api import rest_client
 
-    path = Path(api_socket) if api_socket else load(config_path).settings.paths.api_socket
-    return rest_client.get(path, resource)
+    return rest_client.get(api_path(api_socket, config_path), resource)
 
 
 def absolute(path: str | None) -> str | None:

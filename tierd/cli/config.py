@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from tierd.cli.base import Group, cli, config_option, json_option, load, print_json
+from tierd.cli.base import cli, config_option, json_option, load, print_json
+from tierd.cli.groups import Group
 
 
 @cli.group("config", cls=Group)

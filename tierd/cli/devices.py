@@ -8,7 +8,6 @@ from typing import Any
 import click
 
 from tierd.cli.base import (
-    Group,
     Size,
     api_option,
     ask,
@@ -19,6 +18,7 @@ from tierd.cli.base import (
     json_option,
     print_json,
 )
+from tierd.cli.groups import Group
 from tierd.errors import TierdError
 
 

@@ -9,18 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tierd.cli.base import Group, api_option, cli, config_option, json_option, load, print_json
+from tierd.cli.base import api_option, api_path, cli, config_option, json_option, print_json
+from tierd.cli.groups import Group
 from tierd.errors import ConfigError, DaemonError, JobFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _ENDED = {"done", "failed", "cancelled"}
-
-
-def api_path(api_socket: str | None, config_path: Path | None) -> Path:
-    """Where the daemon's REST socket is."""
-    return Path(api_socket) if api_socket else load(config_path).settings.paths.api_socket
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -45,7 +45,9 @@ def probe(
         repeats=repeats,
     )
     windows = tool.probe(options, (lambda _: None) if as_json else click.echo)
-    tool.write(windows, out)
+    from tierd.gpu.probe import write  # after torch was found to be there
+
+    write(windows, out)
     if as_json:
         print_json(windows.to_json())
     else:

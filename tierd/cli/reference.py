@@ -24,7 +24,7 @@ where a command would help, the line names it.
 def markdown() -> str:
     """Return the page."""
     lines = [_HEAD]
-    for path, command in walk(cli):
+    for path, command in walk(cli.everything()):
         lines += _section(path, command)
     return "\n".join(lines)
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tierd.cli.base import Group, cli, json_option, print_json
+from tierd.cli.base import cli, json_option, print_json
+from tierd.cli.groups import Group
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import click
 
-from tierd.cli.base import api_option, cli, config_option, json_option, print_json
-from tierd.cli.jobs import api_path
+from tierd.cli.base import api_option, api_path, cli, config_option, json_option, print_json
 
 
 @cli.command()

@@ -39,6 +39,7 @@ class RingState:
         steps: seen since the client attached.
         lookups, misses: per step, recent mean; misses are pages to read.
         stall_ms: per step, recent mean.
+        stalled_ms: in all, since the last look.
         lost: samples that were overwritten before they were read.
         waiting: counted, of a step that has not ended.
     """
@@ -48,6 +49,7 @@ class RingState:
     lookups: float = 0.0
     misses: float = 0.0
     stall_ms: float = 0.0
+    stalled_ms: float = 0.0
     lost: int = 0
     waiting: dict[str, int] = dataclasses.field(default_factory=dict)
 
@@ -58,6 +60,7 @@ class RingState:
             look: what was counted and sampled.
             half_life: lookups after which the curves forget half.
         """
+        self.stalled_ms = look.gained["stall_ns"] / 1e6
         # A look may fall between a step's lookups and its end: they wait for the step they are of.
         gained = {name: self.waiting.get(name, 0) + more for name, more in look.gained.items()}
         self.waiting = gained if gained["steps"] == 0 else {}
@@ -96,17 +99,25 @@ class RingState:
 
 
 class ClientWatch:
-    """One client's rings, from look to look."""
+    """One client's rings, from look to look.
+
+    Attributes:
+        client: the client.
+        rings: what has become of its looks, in ring order.
+        ways: per ring, ways per set that the client says are in force; None where it says nothing.
+    """
 
     def __init__(self, client: AttachedClient) -> None:
         self.client = client
         # Ring i reads image i; rings of hints, which come behind them, are no table's lookups.
         images = client.attached.images
         self.rings = [RingState(CurveSampler()) for _ in images]
+        self.ways: list[int | None] = [None for _ in images]
         self._last = [dict.fromkeys(_COUNTED, 0) for _ in images]
 
     def look(self) -> list[RingLook]:
         """Read what happened since the last look; on the event loop, while the client is there."""
+        self.ways = [self.client.view.ways(ring) for ring in range(len(self.rings))]
         looks = []
         for ring, last in enumerate(self._last):
             now = self.client.view.stats(ring)

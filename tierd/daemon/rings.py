@@ -1,8 +1,9 @@
-"""A read-only view of a client's channel: what it asked for, how its rings are doing.
+"""A view of a client's channel: what it asked for, how its rings are doing, what is wished of it.
 
 Fault model: the memory belongs to the client and may hold any bytes at any time. Offsets are
-checked and copied once; the seals keep the file's size, so no later read can leave the mapping.
-Numbers from here go to people and never steer a read: the pump checks its own copy.
+checked and copied once; the seals keep the file's size, so no later access can leave the mapping.
+Numbers from here go to people and to the controller and never steer a read: the pump checks its
+own copy. One word a ring is written, the wish for its table's ways, which only the client acts on.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _HEADER = struct.Struct("<2IQ4I16s")
 _ENTRY = struct.Struct("<6Q4I")
 _U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
 _SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 PAGE_BYTES = 4096
 STAT_NAMES = (
@@ -44,6 +46,8 @@ STAT_NAMES = (
     "published",
 )
 _STATS = struct.Struct(f"<{len(STAT_NAMES)}Q")
+_QUOTA_AT = _STATS.size  # in RingStats
+WAYS = 32
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,6 +71,7 @@ class ChannelView:
         world: ranks of the engine, as the header says.
         client_id: 16 bytes that the client chose.
         abi: version of this protocol that the client speaks.
+        on_gpu: whether a GPU looks rows up, which can read an image in memory by itself.
         guarded: whether a guardian of the client answers what a daemon leaves.
         rings: layouts of the images' rings, in ring order.
         hints: rings behind these that carry hints, ring by ring; none or one for each.
@@ -86,7 +91,7 @@ class ChannelView:
         if size < protocol.HEADER_BYTES:
             raise AttachError(f"channel of {size} bytes: smaller than its header")
         self._readers: dict[int, SampleReader] = {}
-        self._map = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+        self._map = mmap.mmap(fd, size, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         try:
             self._read_header(size, limits)
         except BaseException:
@@ -111,6 +116,7 @@ class ChannelView:
         self.rings = self.rings[: count - len(self.hints)]
         if self.hints and [r.table for r in self.hints] != [r.table for r in self.rings]:
             raise AttachError("hint rings do not follow the rings that they are for")
+        self.on_gpu = all(ring.flags & protocol.RING_FLAG_GPU for ring in self.rings)
         self.guarded = all(ring.flags & protocol.RING_FLAG_GUARDED for ring in self.rings)
         if pages > limits.arena_pages_max:
             raise AttachError(
@@ -151,6 +157,15 @@ class ChannelView:
         """Return the client's counters since attach."""
         values = _STATS.unpack_from(self._map, self.rings[ring].stats)
         return dict(zip(STAT_NAMES, values, strict=True))
+
+    def ways(self, ring: int) -> int | None:
+        """Return a table's ways per set in force; None where the client takes no wishes."""
+        word = _U64.unpack_from(self._map, self.rings[ring].stats + _QUOTA_AT)[0]
+        return int(word) - 1 if 1 <= word <= WAYS + 1 else None
+
+    def wish(self, ring: int, ways: int) -> None:
+        """Say how many ways of each set a ring's table is to have; clients follow within steps."""
+        _U32.pack_into(self._map, self.rings[ring].control + protocol.OFFSET_QUOTA, 1 + ways)
 
     def outstanding(self, ring: int) -> int:
         """Return how many published requests no server has answered, 0..8."""

@@ -1,8 +1,10 @@
 """Feeds the controller and passes on what it decides.
 
-Quotas are words in an engine's own memory, and the attach protocol has none by which a daemon could
-change them: decisions are **advice**, with an event each, and `tierd explain` shows them beside
-what is measured. The climber goes on from its own advice, so freezing and undoing work on that.
+Quotas are words in an engine's own memory. A daemon that steers writes its **wish** into the
+channel, one word a ring, and the engine follows within some steps; what is in force comes back in
+its counters. A daemon that only advises, or whose engine takes no wishes, goes on from its own
+advice: freezing and undoing work on that, and nothing measured can veto it. Each change is an event
+with its reason.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger("tierd.daemon.steering")
 
 DECISIONS_MAX = 100
+FAULT_REST_S = 30.0
 STEPS_MIN = 30  # between two decisions: fewer say more about chance than about traffic
 
 
@@ -58,6 +61,8 @@ class CacheView:
 
     Attributes:
         cache: what the client said at attach.
+        in_force: ways of each table now, in the order of ``order``.
+        follows: whether the client takes wishes and is given them.
         order: rings by window, shortest first; quotas and predictions follow it.
         state: of the climber.
         decision: the last one.
@@ -67,12 +72,15 @@ class CacheView:
 
     cache: CacheOf
     order: tuple[int, ...]
+    in_force: tuple[int, ...]
+    follows: bool
     state: climber.SplitState
     decision: climber.Decision
     now: Prediction | None = None
     size: SizeAdvice | None = None
     load: NodeLoad | None = None
     waiting: float = 0.0  # steps since the last decision
+    stalled_ms: float = 0.0  # in them, all tables together
 
 
 @dataclasses.dataclass
@@ -97,6 +105,7 @@ class Steering:
         reads_ms: (pump, channel, ring) -> mean read time, measured between the last looks that
             saw any.
         frozen: the operator's reason; "" while the climber may move.
+        faults: looks that ended by a fault of ours; each is in the log with its traceback.
         lock: held while any of this changes.
     """
 
@@ -121,6 +130,7 @@ class Steering:
         self.fits = [ReadFit.start(PAPER_DISK) for _ in plane.pumps]
         self.decisions: deque[Remembered] = deque(maxlen=DECISIONS_MAX)
         self.frozen = ""
+        self.faults = 0
         self._read_windows()
 
     def _read_windows(self) -> None:
@@ -139,13 +149,25 @@ class Steering:
             log.warning("windows cannot be used", reason=self.problem)
 
     async def run(self) -> None:
-        """Look again and again; ends only when cancelled."""
+        """Look again and again; ends only when cancelled.
+
+        Serving needs no controller, so a fault of ours in it ends neither the daemon nor the looks:
+        it is said, what was known of the clients is forgotten, and after a rest they are as new.
+        """
         while True:
             await asyncio.sleep(self.settings.interval_ms / 1000)
-            if self._attach.clients or self.clients:
-                await self.look()
-            else:
+            if not (self._attach.clients or self.clients):
                 self._last = time.monotonic()
+                continue
+            try:
+                await self.look()
+            except Exception as error:
+                self.faults += 1
+                log.exception("controller failed", rest_s=FAULT_REST_S)
+                async with self.lock:
+                    self.clients.clear()
+                self._remember("fault", "", f"{type(error).__name__}: {error}"[:200], ())
+                await asyncio.sleep(FAULT_REST_S)
 
     async def look(self) -> None:
         """Look at every client once and decide."""
@@ -160,6 +182,7 @@ class Steering:
                     self.clients[name] = self._begin(client)
             looks = {name: one.watch.look() for name, one in self.clients.items()}
             await asyncio.to_thread(self._think, looks, seconds)
+            self._wish()
 
     def _begin(self, client: AttachedClient) -> Watched:
         windows, problem = self._windows_of(client, None)
@@ -168,14 +191,31 @@ class Steering:
             rings = [ring for ring in cache.ways if ring < len(client.attached.images)]
             known = {ring: windows[ring] or 0.0 for ring in rings}
             order = tuple(sorted(rings, key=lambda ring: (known[ring], self._layer(client, ring))))
-            state = climber.SplitState.start(tuple(cache.ways[ring] for ring in order))
+            says = {ring: client.view.ways(ring) for ring in order}
+            in_force = tuple(
+                cache.ways[ring] if (ways := says[ring]) is None else ways for ring in order
+            )
+            state = climber.SplitState.start(in_force)
             if self.frozen:
                 state = climber.freeze(state, self.frozen)
             decision = climber.Decision("hold", state.ways, "nothing seen yet")
-            caches.append(CacheView(cache, order, state, decision))
+            caches.append(CacheView(cache, order, in_force, self._leads(says), state, decision))
         if not client.caches:
             problem = problem or "this client does not say its caches: install this tierd there"
         return Watched(ClientWatch(client), windows, problem, caches)
+
+    def _leads(self, says: dict[int, int | None]) -> bool:
+        return self.settings.mode == "steer" and None not in says.values()
+
+    def _wish(self) -> None:
+        """Tell the clients that are still there; on the event loop, which takes them away."""
+        for name, one in self.clients.items():
+            if name not in self._attach.clients:
+                continue
+            for view in one.caches:
+                if view.follows and view.in_force != view.state.ways:
+                    for ring, ways in zip(view.order, view.state.ways, strict=True):
+                        one.watch.client.view.wish(ring, ways)
 
     @staticmethod
     def _layer(client: AttachedClient, ring: int) -> int:
@@ -290,31 +330,46 @@ class Steering:
         self._remember(action, f"pump {pump}", text, ())
 
     def _decide(self, one: Watched, view: CacheView, steps: int) -> CacheView:
+        says = {ring: one.watch.ways[ring] for ring in view.order}
+        in_force = tuple(
+            before if (ways := says[ring]) is None else ways
+            for ring, before in zip(view.order, view.in_force, strict=True)
+        )
+        view = dataclasses.replace(view, in_force=in_force, follows=self._leads(says))
         load, trouble = self._load(one, view)
         if load is None:
             decision = climber.Decision("hold", view.state.ways, trouble)
             return dataclasses.replace(view, decision=decision, now=None, size=None)
         sets = view.cache.sets
-        in_force = tuple(view.cache.ways[ring] for ring in view.order)
         waiting = view.waiting + steps
+        stalled_ms = view.stalled_ms + sum(one.watch.rings[ring].stalled_ms for ring in view.order)
         state, decision = view.state, view.decision
-        if waiting >= STEPS_MIN:
-            # Nobody obeys, so what is measured says nothing about the advice: no veto from it.
-            seen = climber.Observation(load, sets, waiting, None)
+        if view.follows and in_force != state.ways:
+            # What was measured is of neither split alone.
+            decision = climber.Decision(
+                "hold", state.ways, "the engine is taking the last split over"
+            )
+            waiting = stalled_ms = 0.0
+        elif waiting >= STEPS_MIN:
+            # Where nobody follows, what is measured says nothing about the advice: no veto from it.
+            measured = stalled_ms / waiting if view.follows else None
+            seen = climber.Observation(load, sets, waiting, measured)
             decision, state = climber.decide(seen, view.state)
-            waiting = 0.0
+            waiting = stalled_ms = 0.0
             if decision.action != "hold":
                 client = one.watch.client
                 subject = f"{client.engine} rank {client.rank}"
-                self._remember("advise", subject, decision.reason, decision.ways)
+                action = decision.action if view.follows else "advise"
+                self._remember(action, subject, decision.reason, decision.ways)
         rows = [ways * float(sets) for ways in in_force]
         now = predict(load, rows) if not load.problem() else None
         size = None
         if now is not None:
             size = advise(load, in_force, sets, view.cache.row_bytes, 0.0)
         return dataclasses.replace(
-            view, state=state, decision=decision, now=now, size=size, load=load, waiting=waiting
-        )
+            view, state=state, decision=decision, now=now, size=size, load=load, waiting=waiting,
+            stalled_ms=stalled_ms,
+        )  # fmt: skip
 
     def _load(self, one: Watched, view: CacheView) -> tuple[NodeLoad | None, str]:
         if one.problem:
@@ -372,6 +427,7 @@ class Steering:
                 self._change(climber.undo)
                 self._change(lambda state: climber.freeze(state, self.frozen))
                 self._remember("undo", "", f"{count} splits are as they were before", ())
+                self._wish()
             return count
 
     def _change(self, change: Callable[[climber.SplitState], climber.SplitState]) -> None:

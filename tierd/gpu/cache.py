@@ -70,7 +70,7 @@ class GpuCache:
         self.state[state.C_KICK.value] = first_kick + 1
         self.state[state.C_SETS.value] = sets
         self._sets_in_use = sets
-        self._tables: dict[int, int] = {}  # table -> quota
+        self._tables: set[int] = set()
         self._stream = (
             torch.cuda.Stream(self.device, priority=-5) if self.device.type == "cuda" else None
         )
@@ -100,41 +100,41 @@ class GpuCache:
         """
         if not 0 <= table < int(_core.protocol.RINGS_MAX) or table in self._tables:
             raise HookError(f"table number {table} is out of range or in use in this cache")
-        self._tables[table] = 0
+        self._tables.add(table)
         retired = self.state[state.C_KICK.value] - 1
         self.state[state.C_RETIRED.value + table] = retired
         try:
             self.set_quota(table, quota)
         except HookError:
-            del self._tables[table]
+            self._tables.remove(table)
             raise
 
     def set_quota(self, table: int, ways: int) -> None:
         """Change a table's ways per set. Takes effect at its next miss; flushes nothing."""
-        others = sum(q for t, q in self._tables.items() if t != table)
+        others = sum(self.quota(one) for one in self._tables if one != table)
         if not 0 <= ways <= state.WAYS.value - others:
             raise HookError(
                 f"table {table}: {ways} ways; the other tables hold {others} of "
                 f"{state.WAYS.value} ways per set"
             )
-        self._tables[table] = ways
         with self.lookups(torch.cuda.current_stream(self.device) if self._stream else None):
             self.state[state.C_QUOTA.value + table] = ways
 
     def set_quotas(self, quotas: dict[int, int]) -> None:
         """Change several tables' ways together: what some give up, others may take."""
-        known = {table: self._tables[table] for table in quotas}
-        for table in quotas:
-            self._tables[table] = 0
-        try:
-            for table, ways in quotas.items():
-                self.set_quota(table, ways)
-        except HookError:
-            for table in known:
-                self._tables[table] = 0
-            for table, ways in known.items():
-                self.set_quota(table, ways)
-            raise
+        kept = sum(self.quota(table) for table in self._tables - set(quotas))
+        if min(quotas.values(), default=0) < 0 or kept + sum(quotas.values()) > state.WAYS.value:
+            raise HookError(
+                f"quotas {quotas}: the other tables hold {kept} of {state.WAYS.value} ways per set"
+            )
+        growth = {table: ways - self.quota(table) for table, ways in quotas.items()}
+        for table in sorted(quotas, key=growth.__getitem__):
+            self.set_quota(table, quotas[table])
+
+    def quota(self, table: int) -> int:
+        """Return a table's ways per set; waits for the GPU, whose kernels follow the daemon."""
+        with self.lookups(None):
+            return int(self.state[state.C_QUOTA.value + table])
 
     def resize(self, sets: int) -> None:
         """Use ``sets`` sets from now on; the words of the others are cleared.

@@ -303,11 +303,11 @@ def _make_channel(
 
 
 def _skip_unseen(client: Client, lossy: dict[str, str]) -> None:
-    """Let the twins leave out what the daemon's operator wants left out; GPU tables stay exact."""
+    """Let the tables leave out what the daemon's operator wants left out."""
     for image in client.attached:
         path = lossy.get(f"{image.image_id:016x}")
         table = client.table(image.name)
-        if path is None or not isinstance(table, TableClient):
+        if path is None:
             continue
         table.skip_unseen(seen.load(Path(path)).bits)
         log.warning("LOSSY: rows of %s that no trace saw are zero (%s)", image.name, path)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
+    from numpy.typing import NDArray
+
     from tierd.gpu.audit import Audit
     from tierd.gpu.tables import TableOptions
     from tierd.types import ImageInfo
@@ -35,10 +37,9 @@ class DeviceTable:
     """One attached table whose ids and rows are tensors of a device. See tables.Table."""
 
     def __init__(
-        self, info: ImageInfo, served: GpuTable | DramTable, *, quota: int, audit: Audit | None
+        self, info: ImageInfo, served: GpuTable | DramTable, *, audit: Audit | None
     ) -> None:
         self.info = info
-        self.quota = quota
         self._served: GpuTable | DramTable | None = served
         self._audit = audit
 
@@ -66,13 +67,32 @@ class DeviceTable:
         """Bring rows into the cache without using them."""
         self._open().warm(ids)
 
+    def skip_unseen(self, bits: NDArray[np.uint8]) -> None:
+        """Leave out, from now on, rows that a seen-set does not have: they are zero, not read.
+
+        The audit ends with it: rows then differ from the image on purpose. A table on the dram
+        tier stays exact: nothing is read there that could be left out.
+        """
+        served = self._open()
+        if isinstance(served, DramTable):
+            return
+        served.skip_unseen(bits)
+        if self._audit is not None:
+            self._audit.close()
+            self._audit = None
+
     def set_quota(self, ways: int) -> None:
         """Change how many ways of each set this table may hold; nothing is flushed."""
         served = self._open()
         if isinstance(served, DramTable):
             raise HookError(f"{self.info.name}: a table on the dram tier has no cache")
         served.set_quota(ways)
-        self.quota = ways
+
+    @property
+    def quota(self) -> int:
+        """Ways of each set of its cache that it may hold, 0 without one; waits for the GPU."""
+        served = self._open()
+        return 0 if isinstance(served, DramTable) else served.quota
 
     def stats(self) -> dict[str, int]:
         """Return the counters of protocol.md's RingStats, exactly; waits for the GPU."""
@@ -147,7 +167,7 @@ def make_tables(
         for index, (fd, size) in dram.items():
             pages = _map_image(images[index], fd, size)
             served = DramTable(pages, _view(images[index], index, options), device)
-            made[index] = DeviceTable(images[index], served, quota=0, audit=audits.get(index))
+            made[index] = DeviceTable(images[index], served, audit=audits.get(index))
         cached = [index for index in range(len(images)) if index not in dram]
         for part in caches.plan([images[index].table for index in cached], cache_rows):
             cache = GpuCache(sets=part.sets, row_bytes=part.row_bytes, device=device)
@@ -157,9 +177,7 @@ def make_tables(
                     cache, channel_map, ring=index, quota=quota,
                     image=_view(images[index], index, options),
                 )  # fmt: skip
-                made[index] = DeviceTable(
-                    images[index], table, quota=quota, audit=audits.get(index)
-                )
+                made[index] = DeviceTable(images[index], table, audit=audits.get(index))
     except BaseException:
         for one in made.values():
             one.close()

@@ -12,7 +12,14 @@ import triton
 import triton.language as tl
 
 from tierd.gpu.kernels_fill import fill_request, set_fault, settle, wait_answer
-from tierd.gpu.kernels_sync import now_ns, pause, release_sys, release_sys_u64, sample_hash
+from tierd.gpu.kernels_sync import (
+    mix32,
+    now_ns,
+    pause,
+    release_sys,
+    release_sys_u64,
+    sample_hash,
+)
 from tierd.gpu.state import (
     AGE_MAX,
     C_CURSOR,
@@ -30,6 +37,7 @@ from tierd.gpu.state import (
     LANE_GATHERED,
     LANE_IDLE,
     LANE_KICKED,
+    LOOK_EVERY,
     R_ARRIVED,
     R_BYPASSES,
     R_COUNT,
@@ -52,6 +60,7 @@ from tierd.gpu.state import (
     S_LOOKUPS,
     S_MISSES,
     S_PUBLISHED,
+    S_QUOTA,
     S_RING_FULL,
     STAMP_MASK,
     STATS_WORDS,
@@ -64,6 +73,7 @@ from tierd.io import _core
 _P = _core.protocol
 DOORBELL = tl.constexpr(_P.OFFSET_DOORBELL // 4)
 RETIRED = tl.constexpr(_P.OFFSET_RETIRED // 4)
+QUOTA = tl.constexpr(_P.OFFSET_QUOTA // 4)
 HEADER_WORDS = tl.constexpr(_P.LINE_BYTES // 4)
 SLOTS_MASK = tl.constexpr(7)
 NO_SLOT = tl.constexpr(-1)  # in a descriptor: the row bypasses the cache
@@ -144,18 +154,30 @@ def find_victim(entries, ways, table, kick, own_retired, cache):
     return way, tl.sum(tl.where(ways == way, entries, 0), 0)
 
 
+@triton.jit
+def seen_rows(row, missing, seen, ring):
+    """Return which of the missing rows have their bit; the others are counted as not looked up."""
+    bits = tl.load(seen + (row >> 3), mask=missing, other=0).to(tl.int64)
+    known = missing & (((bits >> (row & 7)) & 1) != 0)
+    skipped = tl.sum(missing.to(tl.int32), 0) - tl.sum(known.to(tl.int32), 0)
+    if skipped > 0:
+        tl.atomic_add(ring + R_FOREIGN, skipped.to(tl.int64), sem="relaxed")
+    return known
+
+
 @triton.jit(do_not_specialize=[
     "cols", "stride0", "stride1", "count", "row_lo", "row_hi", "rows", "table", "sets_max", "phase",
     "threshold",
 ], do_not_specialize_on_alignment=["ids"])  # fmt: skip
 def look_up(
     ids, cols, stride0, stride1, count, row_lo, row_hi, rows, table, words, sets_max, cache, ring,
-    lane, desc, missed_at, missed_rows, fault, samples, phase, threshold,
-    ROWS: tl.constexpr, DEMAND: tl.constexpr,
+    lane, desc, missed_at, missed_rows, fault, samples, phase, threshold, seen,
+    ROWS: tl.constexpr, DEMAND: tl.constexpr, LOSSY: tl.constexpr,
 ):  # fmt: skip
     """Find each id's slot and mark it used; list the ids that have none.
 
-    `rows`: of the table, a number outside of which is a fault; 0: no number is.
+    `rows`: of the table, a number outside of which is a fault; 0: no number is. With LOSSY, ids
+    without their bit in `seen` (u8, a bit a row) are not listed: they are served as +0.
 
     Nobody claims or empties words while this runs, so a plain store restamps: programs that meet
     on a word store the same value. That hits are stamped before the first miss claims also means
@@ -182,6 +204,8 @@ def look_up(
     tl.store(words + place, key | (kick & STAMP_MASK), mask=hit)
     tl.store(desc + index, tl.where(hit, place, DESC_ZERO), mask=inside)
     missing = owned & (way == WAYS)
+    if LOSSY:
+        missing = seen_rows(row, missing, seen, ring)
     found = tl.sum(missing.to(tl.int32), 0)
     if found > 0:
         at = tl.atomic_add(ring + R_MISSED, found.to(tl.int64), sem="relaxed")
@@ -308,6 +332,23 @@ def sweep(words, cache, kick, capacity):
         tl.store(words + at, (entries & ~STAMP_MASK) | stamp, mask=inside & old)
         cursor += SWEEP_WORDS
         tl.store(cache + C_CURSOR, tl.where(cursor < capacity, cursor, 0))
+
+
+@triton.jit
+def follow_quota(kick, control, cache, table, stats):
+    """Now and then take over the daemon's wish for the table's ways; nonsense is nobody's wish.
+
+    When is decided by chance: tables that share a cache share its kicks, and each must have its
+    turn. Returns whether it was now. The wishes of a cache's tables are followed one by one: until
+    all are, quotas may add up to more or less than there are ways, which costs hits, no more.
+    """
+    looks = (mix32(kick.to(tl.uint32)) & (LOOK_EVERY - 1)) == 0
+    if looks:
+        wish = tl.load(control + QUOTA, volatile=True).to(tl.int64)
+        if (wish > 0) & (wish <= WAYS + 1):
+            tl.store(cache + C_QUOTA + table, wish - 1)
+            tl.store(stats + S_QUOTA, wish)
+    return looks
 
 
 @triton.jit
@@ -499,9 +540,9 @@ def close_kick(
     tl.store(cache + C_KICK, kick + 1)
     show_samples(sampled, ring, samples_written)
     sweep(words, cache, kick, sets_max.to(tl.int64) * WAYS)
+    show = (count > 0) | follow_quota(kick, control, cache, table, stats)
     add_stats(
-        stats, host_stats, ids - foreign, count, bypasses, demands, published, waits,
-        (count > 0) | (kick % SWEEP_EVERY == 0),
+        stats, host_stats, ids - foreign, count, bypasses, demands, published, waits, show
     )  # fmt: skip
 
 

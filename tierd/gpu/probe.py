@@ -10,19 +10,29 @@ and X from device memory: one captured graph serves every pair.
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import statistics
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
-from tierd.errors import HookError
+from tierd.errors import HookError, TierdError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
 
     from torch import nn
 
+    from tierd.types import ProbedWindows
+
+T = TypeVar("T")
+# What wants steps, one after the other, and is sent their lengths: whoever runs them, when it can.
+Trials = Generator[tuple[int, float], float, T]
+NO_DELAY = (-1, 0.0)
 NOISE_S = 0.3e-3  # a growth below it is noise, as in the paper
 NOISE_SIGMAS = 3.0
 NOISE_SHARE = 0.01  # of the step, on machines whose steps wander
@@ -187,6 +197,44 @@ def fit_window(points: Iterable[tuple[float, float]], noise_s: float) -> LayerWi
     return LayerWindow(ordered[-1][0] if ordered else 0.0, False, ordered)
 
 
+def measured_step(repeats: int, floor_s: float = NOISE_S) -> Trials[tuple[float, float]]:
+    """Measure undelayed steps.
+
+    Yields:
+        (layer, seconds) of every step that is wanted; its length is to be sent.
+
+    Returns:
+        A step's length and the growth below which it has not grown, seconds.
+    """
+    yield NO_DELAY
+    baseline: list[float] = []
+    while len(baseline) < max(5, 2 * repeats):
+        baseline += [(yield NO_DELAY)]
+    return statistics.median(baseline), noise_of(baseline, floor_s)
+
+
+def measured_growth(layer: int, seconds: float, repeats: int) -> Trials[float]:
+    """Measure how much longer a step is with one layer delayed; undelayed steps in between."""
+    plain, delayed = [], []
+    for _ in range(repeats):
+        plain.append((yield NO_DELAY))
+        delayed.append((yield layer, seconds))
+    return statistics.median(delayed) - statistics.median(plain)
+
+
+def measured_window(layer: int, step_s: float, noise_s: float, repeats: int) -> Trials[LayerWindow]:
+    """Try longer and longer delays until the step grows, at most to twice its length."""
+    points: list[tuple[float, float]] = []
+    delay = noise_s
+    while len(points) < STEPS_MAX and delay < 2 * step_s + 4 * noise_s:
+        growth = yield from measured_growth(layer, delay, repeats)
+        points.append((delay, growth))
+        if growth > noise_s:
+            break
+        delay = max(delay * GROWTH, delay + noise_s)
+    return fit_window(points, noise_s)
+
+
 class Prober:
     """Runs steps with delays and fits windows."""
 
@@ -202,30 +250,38 @@ class Prober:
             floor_s: the least that counts as growth.
         """
         self._delay, self._step, self._repeats = delay, step, repeats
-        self._delay.set(-1, 0.0)
-        step()
-        baseline = [step() for _ in range(max(5, 2 * repeats))]
-        self.step_s = statistics.median(baseline)
-        self.noise_s = noise_of(baseline, floor_s)
+        self.step_s, self.noise_s = self._run(measured_step(repeats, floor_s))
 
     def growth(self, layer: int, seconds: float) -> float:
-        """Return how much longer a step is with one layer delayed; undelayed steps in between."""
-        plain, delayed = [], []
-        for _ in range(self._repeats):
-            self._delay.set(-1, 0.0)
-            plain.append(self._step())
-            self._delay.set(layer, seconds)
-            delayed.append(self._step())
-        self._delay.set(-1, 0.0)
-        return statistics.median(delayed) - statistics.median(plain)
+        """Return how much longer a step is with one layer delayed."""
+        return self._run(measured_growth(layer, seconds, self._repeats))
 
     def window(self, layer: int) -> LayerWindow:
         """Try longer and longer delays until the step grows, at most to twice its length."""
-        points: list[tuple[float, float]] = []
-        delay = self.noise_s
-        while len(points) < STEPS_MAX and delay < 2 * self.step_s + 4 * self.noise_s:
-            points.append((delay, self.growth(layer, delay)))
-            if points[-1][1] > self.noise_s:
-                break
-            delay = max(delay * GROWTH, delay + self.noise_s)
-        return fit_window(points, self.noise_s)
+        return self._run(measured_window(layer, self.step_s, self.noise_s, self._repeats))
+
+    def _run(self, trials: Trials[T]) -> T:
+        try:
+            wanted = next(trials)
+            while True:
+                self._delay.set(*wanted)
+                wanted = trials.send(self._step())
+        except StopIteration as done:
+            result: T = done.value
+            return result
+        finally:
+            self._delay.set(*NO_DELAY)
+
+
+def write(windows: ProbedWindows, path: Path) -> None:
+    """Replace a windows file in one step.
+
+    Raises:
+        TierdError: the file cannot be written.
+    """
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_text(json.dumps(windows.to_json(), indent=1) + "\n")
+        os.replace(part, path)
+    except OSError as error:
+        raise TierdError(f"{path}: cannot be written: {error.strerror}") from None

@@ -22,6 +22,7 @@ STAMP_MASK = tl.constexpr((1 << 24) - 1)
 AGE_MAX = tl.constexpr(1 << 22)
 SLOTS_LIMIT = 1 << 27
 SWEEP_EVERY = tl.constexpr(8)  # kicks
+LOOK_EVERY = tl.constexpr(64)  # kicks: a power of two
 SWEEP_WORDS = tl.constexpr(256)  # words looked at each time
 ROWS_LIMIT = (1 << 34) - 2  # row + 1 fits the 34 bits of a directory word
 
@@ -83,10 +84,11 @@ S_TAG_ERRORS = tl.constexpr(8)
 S_RING_FULL = tl.constexpr(9)
 S_FAILED = tl.constexpr(10)
 S_PUBLISHED = tl.constexpr(11)
+S_QUOTA = tl.constexpr(12)  # 1 + the ways per set in force
 STATS_WORDS = tl.constexpr(16)
 STAT_NAMES = (
     "lookups", "hits", "misses", "bypasses", "demands", "steps", "late_steps", "stall_ns",
-    "tag_errors", "ring_full", "failed", "published",
+    "tag_errors", "ring_full", "failed", "published", "quota",
 )  # fmt: skip
 LATE_NS = tl.constexpr(20_000)
 

@@ -27,6 +27,9 @@ from tierd.io import _core
 from tierd.types import RowFormat
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from tierd.gpu.cache import GpuCache
     from tierd.gpu.shared import ChannelMap
 
@@ -199,6 +202,7 @@ class GpuTable:
         self.ring = RingState(cache.device, channel, ring, image, first_sequence)
         self.rows_max = self.ring.rows_max
         cache.attach(image.number, quota)
+        self.ring.stats[state.S_QUOTA.value] = 1 + quota
         self._timeout_ns = timeout_ns
         self._hi = image.rows if image.row_hi is None else image.row_hi
         self._slots = cache.slots.view(torch.int32)
@@ -210,6 +214,7 @@ class GpuTable:
         self._ahead = max(2 if self._cuda else 1, fit)
         self.lanes = [Lane(cache.device, self.rows_max) for _ in range(1 + max(2, self._ahead))]
         self._parts: _Parts | None = None
+        self._seen: torch.Tensor | None = None
         self._kicked: torch.Tensor | None = None
         self._event: torch.cuda.Event | None = None
         self._fault = self.ring.fault
@@ -298,9 +303,24 @@ class GpuTable:
         self._event = self._record()
         self._join()
 
+    def skip_unseen(self, bits: NDArray[np.uint8]) -> None:
+        """Serve rows that a seen-set does not have as +0 from now on; not those of graphs before.
+
+        Args:
+            bits: u8, a bit a row, as of :mod:`tierd.io.seen`; copied to the cache's device.
+        """
+        self._seen = torch.from_numpy(bits).to(self._cache.device)
+
     def set_quota(self, ways: int) -> None:
         """Change how many ways of each set this table may hold; nothing is flushed."""
         self._cache.set_quota(self.image.number, ways)
+        with self._cache.lookups(None):
+            self.ring.stats[state.S_QUOTA.value] = 1 + ways
+
+    @property
+    def quota(self) -> int:
+        """Ways of each set that this table may hold; waits for the GPU."""
+        return self._cache.quota(self.image.number)
 
     def stats(self) -> dict[str, int]:
         """Return RingStats' counters, exactly; waits for the GPU."""
@@ -347,7 +367,8 @@ class GpuTable:
                 self.image.row_lo, self._hi, self.image.checked_rows, self.image.number,
                 cache.words, cache.sets, cache.state, ring.words, lane.words, lane.desc,
                 ring.missed_at, ring.missed_rows, ring.fault_words, ring.samples, int(prefill),
-                ring.sample_threshold, ROWS=LOOKUP_ROWS, DEMAND=demand, num_warps=1,
+                ring.sample_threshold, cache.words if self._seen is None else self._seen,
+                ROWS=LOOKUP_ROWS, DEMAND=demand, LOSSY=self._seen is not None, num_warps=1,
             )  # fmt: skip
             kernels_kick.claim_publish[(min(layout.count, CLAIM_PROGRAMS),)](
                 layout.count, self.image.number, cache.words, cache.sets, cache.state, ring.words,

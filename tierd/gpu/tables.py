@@ -13,6 +13,9 @@ from tierd.errors import AttachError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from tierd.types import ImageInfo
 
 RINGS = 64
@@ -23,11 +26,13 @@ class Table(Protocol):
 
     Attributes:
         info: the image it reads.
-        quota: ways of each set of its cache that it may hold; 0 without a cache.
     """
 
     info: ImageInfo
-    quota: int
+
+    @property
+    def quota(self) -> int:
+        """Ways of each set of its cache that it may hold; 0 without a cache."""
 
     @property
     def raw(self) -> bool:
@@ -41,6 +46,9 @@ class Table(Protocol):
 
     def warm(self, ids: Any) -> None:
         """Bring rows into the cache without using them; comes not between kick and gather."""
+
+    def skip_unseen(self, bits: NDArray[np.uint8]) -> None:
+        """Leave out, from now on, rows that a seen-set does not have: they are zero, not read."""
 
     def set_quota(self, ways: int) -> None:
         """Change how many ways of each set this table may hold; nothing is flushed."""

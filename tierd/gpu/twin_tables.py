@@ -28,16 +28,14 @@ class TableClient:
 
     Attributes:
         info: the image it reads.
-        quota: ways of each set of the cache that it may hold.
         recorder: notes every kick; None: nobody does.
         skipped: lookups of rows that lossy skipping left out.
     """
 
     def __init__(
-        self, info: ImageInfo, twin: Any, *, quota: int, device: str, audit: Audit | None = None
+        self, info: ImageInfo, twin: Any, *, device: str, audit: Audit | None = None
     ) -> None:
         self.info = info
-        self.quota = quota
         self.recorder: Recorder | None = None
         self.skipped = 0
         self._seen: NDArray[np.uint8] | None = None
@@ -131,7 +129,11 @@ class TableClient:
     def set_quota(self, ways: int) -> None:
         """Change how many ways of each set this table may hold; nothing is flushed."""
         self._open().set_quota(ways)
-        self.quota = ways
+
+    @property
+    def quota(self) -> int:
+        """Ways of each set of the cache that it may hold; they follow the daemon's wish."""
+        return self.stats()["quota"] - 1
 
     def stats(self) -> dict[str, int]:
         """Return the counters of protocol.md's RingStats, since attach."""
@@ -208,7 +210,5 @@ def make_twins(
                 quota=quota,
                 canonical_zero=options.canonical_zero,
             )
-            made[index] = TableClient(
-                image, twin, quota=quota, device=devices[index], audit=audits.get(index)
-            )
+            made[index] = TableClient(image, twin, device=devices[index], audit=audits.get(index))
     return made

@@ -301,7 +301,7 @@ def attach_found(
 
     Args:
         found: which.
-        settings: socket and cache size.
+        settings: socket, cache size and audit.
         who: the engine and its rank.
         options: for :meth:`tierd.gpu.client.Client.attach`, such as ``rows_max``.
 
@@ -323,6 +323,7 @@ def attach_found(
                 f"{image.name} is one of several tables for layer {image.table.layer}; set "
                 "TIERD_MODEL to the name of the model to serve; run: tierd images"
             )
+    options.setdefault("options", TableOptions(audit_every=settings.audit_every))
     options.setdefault("rows_max", max(_ROWS_MAX_LEAST, _ROWS_MAX_TOTAL // len(images)))
     client = gpu_client.Client.attach(
         settings.socket,

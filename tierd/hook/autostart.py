@@ -34,6 +34,7 @@ PLUGIN_MODULES = {
 RUN_PID = "TIERD_RUN_PID"
 
 _tables_replaced = 0
+_plugin_asked = False
 _installed = False
 
 
@@ -77,6 +78,8 @@ def _patch_model(module: ModuleType) -> None:
 
 
 def _activate_plugin(module: ModuleType) -> None:
+    global _plugin_asked  # noqa: PLW0603 - as above
+    _plugin_asked = True  # it says by itself what is in the way, and its engine's import ends
     _adapter(PLUGIN_MODULES[module.__name__]).activate()
 
 
@@ -101,7 +104,7 @@ def _say_if_unused() -> None:
     Helpers that the command starts (a tokenizer worker, pip) would only be noise.
     """
     # These start many processes, most without a model; one whose model has no table ends.
-    if _tables_replaced > 0 or not sys.modules.keys().isdisjoint(PLUGIN_MODULES):
+    if _tables_replaced > 0 or _plugin_asked:
         return
     engine_loaded = BASE_MODULE in sys.modules
     if not engine_loaded and os.environ.get(RUN_PID) != str(os.getpid()):

@@ -8,6 +8,7 @@ import importlib.metadata
 from typing import TYPE_CHECKING
 
 from tierd.errors import HookError
+from tierd.hook import settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -53,6 +54,25 @@ def entry_points(group: str, plugin: str, engine: str) -> Iterator[Finding]:
     for entry in entries:
         if entry.name != plugin:
             yield Finding(f"plugin {entry.name}", None, f"{entry.value}, of somebody else")
+
+
+def of_values(switches: Iterable[str], counts: Iterable[str]) -> Finding:
+    """Look at what the environment says to the hook.
+
+    Args:
+        switches: an adapter's own variables that are 1 or 0.
+        counts: and those that are numbers.
+    """
+    what = "values of TIERD_*"
+    try:
+        wanted = settings.current()
+        for name in switches:
+            settings.switch(name)
+        for name in counts:
+            settings.count(name, 1, what="rows" if "ROWS" in name else "ranks")
+    except HookError as error:
+        return Finding(what, str(error))
+    return Finding(what, None, f"socket {wanted.socket}")
 
 
 def of_module(

@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tierd.errors import HookError
+from tierd.gpu.tables import TableOptions
 from tierd.hook import attach, autostart
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from tierd.hook import settings
     from tierd.types import TableKind, TableSpec
@@ -32,6 +36,7 @@ class ServedTable:
         first, end: the rows that this rank owns.
         device: where ids and rows are.
         on_gpu: whether the GPU path serves it, rather than its twin on the CPU.
+        begin: what the window probe wants called when a step begins.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class ServedTable:
         self.device = device
         self.on_gpu = device.type == "cuda"
         self.tested = False
+        self.begin: Callable[[], None] | None = None
         self._table: Any = None
         self._attached: attach.AttachedTables | None = None
 
@@ -68,6 +74,11 @@ class ServedTable:
         """
         assert self.layer is not None
         self._attached, self._table = attached, attached.table(self.kind, self.layer)
+
+    def begins(self) -> None:
+        """Tell the window probe, if there is one, that a step's row numbers are known."""
+        if self.begin is not None:
+            self.begin()
 
     def kick(self, ids: torch.Tensor) -> None:
         """Start reading the rows that this rank owns and has not cached.
@@ -121,6 +132,23 @@ class ServedTable:
         out.zero_()
         out[owned] = rows
 
+    def hint(self, ids: NDArray[np.int64], limit: int) -> int:
+        """Tell the daemon which rows a prefill will read; from one thread.
+
+        Args:
+            ids: row numbers in the order of the tokens, any shape; what this rank does not own is
+                left out.
+            limit: rows to hint at most.
+
+        Returns:
+            Pages asked for.
+        """
+        if self._attached is None or self._table is None:
+            return 0
+        wanted = ids.reshape(-1)
+        wanted = wanted[(wanted >= self.first) & (wanted < self.end)][:limit]
+        return self._attached.client.hint(self._table.info.name, wanted)
+
     def stats(self) -> dict[str, int]:
         """Return the counters of the table's ring."""
         return dict(self._table.stats())
@@ -137,7 +165,9 @@ class Rank:
         who: tells which rank this is, once the model is loaded.
         rows_max: tells how many rows the largest captured step reads from one table.
         options: more for :class:`tierd.gpu.tables.TableOptions` of a GPU's tables.
+        hints: tells how many pages each table's hints may take, once the model is loaded.
         tables: those that the model has constructed.
+        hint_pages: what ``hints`` told, once attached.
     """
 
     engine: str
@@ -147,7 +177,9 @@ class Rank:
     who: Callable[[], attach.EngineRank]
     rows_max: Callable[[], int]
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    hints: Callable[[Sequence[ServedTable]], int] = lambda _: 0
     tables: list[ServedTable] = dataclasses.field(default_factory=list)
+    hint_pages: int = 0
     attached: attach.AttachedTables | None = None
 
     def attach(self) -> None:
@@ -159,17 +191,18 @@ class Rank:
         """
         if self.attached is not None:
             return
-        options: dict[str, Any] = {}
+        self.hint_pages = self.hints(self.tables)
+        wanted: dict[str, Any] = {"audit_every": self.settings.audit_every}
+        wanted["hint_pages"] = self.hint_pages
+        more: dict[str, Any] = {}
         if self.tables[0].on_gpu:
-            from tierd.gpu.tables import TableOptions  # noqa: PLC0415 - only where there is a GPU
-
             names = {spec.layer: image.name for spec, image in self._pairs()}
             ranges = {names[t.layer]: (t.first, t.end) for t in self.tables if t.layer in names}
-            options["options"] = TableOptions(
-                device=str(self.tables[0].device), row_ranges=ranges, **self.options
-            )
-            options["rows_max"] = self.rows_max()
-        self.attached = attach.attach_found(self.found, self.settings, self.who(), **options)
+            wanted |= {"device": str(self.tables[0].device), "row_ranges": ranges, **self.options}
+            more["rows_max"] = self.rows_max()
+        self.attached = attach.attach_found(
+            self.found, self.settings, self.who(), options=TableOptions(**wanted), **more
+        )
         for table in self.tables:
             table.bind(self.attached)
             autostart.note_replaced()

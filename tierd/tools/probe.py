@@ -6,8 +6,6 @@ import copy
 import dataclasses
 import datetime as dt
 import inspect
-import json
-import os
 import time
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -129,20 +127,6 @@ def decode_step(model: Any, batch: int, device: Any) -> Callable[[], float]:
         return time.perf_counter() - began
 
     return step
-
-
-def write(windows: ProbedWindows, path: Path) -> None:
-    """Replace a windows file in one step.
-
-    Raises:
-        TierdError: the file cannot be written.
-    """
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_text(json.dumps(windows.to_json(), indent=1) + "\n")
-        os.replace(part, path)
-    except OSError as error:
-        raise TierdError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def numbers(text: str, what: str) -> tuple[int, ...]:

@@ -8,16 +8,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tests.engines.sglang import layouts, models
+from tests.engines.sglang import layouts, models, modes
 from tierd.api import rest_client
 from tierd.errors import TierdError
-from tierd.hook import attach
+from tierd.hook import attach, settings
+from tierd.hook import sglang as sglang_hook
 from tierd.hook.sglang import guards, plugin, tables
 
 if TYPE_CHECKING:
@@ -84,6 +87,7 @@ def served_engram() -> dict[str, Any]:
     early = early_kick(config, mine, theirs)
     pairs = list(zip(seen[0], seen[1], strict=True))
     stats = [layer["engram"].embed.tierd.stats() for layer in mine.layers.values()]
+    more = modes.run(mine, theirs, Path(FACTS["scratch"])) if FACTS.get("modes") else {}
     return {
         "rows": sum(a[..., 0].numel() for a, _ in pairs),
         "differing": sum(models.differing_rows(a, b) for a, b in pairs),
@@ -93,6 +97,12 @@ def served_engram() -> dict[str, Any]:
         "demands": sum(one["demands"] for one in stats),
         "hits": sum(one["hits"] for one in stats),
         **early,
+        "audited": sum(
+            layer["engram"].embed.tierd._table._audit.judge.compared
+            for layer in mine.layers.values()
+            if FACTS.get("modes")
+        ),
+        "modes": more,
         "histories": bool((mine.engram_hasher.history == theirs.engram_hasher.history).all()),
     }
 
@@ -161,7 +171,9 @@ def served_ple(name: str) -> dict[str, Any]:
     again = mine.table(ids)  # through reduce
     stock = theirs.table.gather(ids)  # its kernel, in Triton's interpreter
     state = dict(mine.table.state_dict())
+    probed = bool(FACTS.get("modes")) and modes.ple_probed(mine, Path(FACTS["scratch"]) / name)
     return {
+        "probed": probed,
         "rows": ids.numel(),
         "differing": models.differing_rows(out, stock) + models.differing_rows(again, stock),
         "weight": str(mine.table.weight.device),
@@ -334,6 +346,8 @@ def error_text(function: Any, *arguments: Any) -> str:
 
 
 def refused_by_guards(engine: Any) -> dict[str, Any]:
+    from tierd.hook.sglang import early
+
     found = {"stock": error_text(guards.require_source, engine, guards.ENGRAM)}
     with changed(guards, "version", lambda: "0.6.0"):
         found["release"] = exit_text(plugin.activate)
@@ -352,6 +366,10 @@ def refused_by_guards(engine: Any) -> dict[str, Any]:
     for name in guards._PLACEMENTS:
         with environ(**{name: "1"}):
             found[name] = exit_text(plugin.activate)
+    with environ(TIERD="yes"):
+        found["switch"] = exit_text(sglang_hook.activate)
+    with environ(TIERD_EARLY_KICK="on"):
+        found["early kick"] = error_text(early.patch, None)
     with environ(SGLANG_PLUGINS="profiler, other"):
         found["plugins"] = exit_text(plugin.activate)
     with environ(SGLANG_PLUGINS="other,tierd"):
@@ -396,6 +414,13 @@ def refused_checkpoints() -> dict[str, Any]:
             found["no daemon"] = exit_text(construct)
         with environ(TIERD_WAIT_S="soon"):
             found["wait"] = exit_text(construct)
+        with dying_daemon() as path:
+            with environ(TIERD_SOCKET=path, TIERD_WAIT_S="1"):
+                found["daemon dies"] = exit_text(construct)
+            model = construct()
+            tables.ranks()[0].settings = settings.HookSettings(path, None, 64, 1.0)
+            found["daemon dies in attach"] = exit_text(lambda: model.load(checkpoint("v41")))
+        tables.forget()
         changes: dict[str, Any] = {
             "other rows": {"engram_vocab_size": 101, "engram_num_embeddings": [3828, 7078]},
             "other layer": {"engram_layer_ids": [2, 14]},
@@ -412,6 +437,26 @@ def refused_checkpoints() -> dict[str, Any]:
     return found
 
 
+@contextlib.contextmanager
+def dying_daemon() -> Iterator[str]:
+    """A daemon that is gone whenever somebody has connected."""
+    path = f"{FACTS['scratch']}/dying.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(path)
+        listener.listen()
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    listener.accept()[0].close()
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield path
+        listener.shutdown(socket.SHUT_RDWR)  # wakes accept
+        thread.join()
+
+
 def refused_models() -> dict[str, Any]:
     found = {"no table": error_text(models.take, torch.nn.Linear(2, 2))}
     stored = attach.stored_rows
@@ -422,6 +467,9 @@ def refused_models() -> dict[str, Any]:
         early = construct()
         ids = torch.zeros(2, 24, dtype=torch.int64)
         found["before loading"] = error_text(early.layers["1"]["engram"].embed._owned_rows, ids)
+        embed = early.layers["1"]["engram"].embed
+        with changed(embed, "__class__", type("Later", (type(embed),), {"__module__": "later"})):
+            found["plugin after us"] = error_text(models.take, early)
         early.config.engram_layer_ids = [1, 14, 20]
         found["a layer is missing"] = error_text(models.take, early)
     tables.forget()
@@ -452,11 +500,12 @@ def dummy_weights() -> dict[str, Any]:
         model = construct()
         models.take(model)
         half = model.layers["1"]["engram"].embed._owned_rows(ids)
-        engines = rest_client.get(Path(FACTS["api"]), "/v1/clients")["engines"]
+        clients = rest_client.get(Path(FACTS["api"]), "/v1/clients")["clients"]
+        (own,) = [client for client in clients if client["pid"] == os.getpid()]
     tables.forget()
     return {
         "dummy, named": bool((models.bits(named) == models.bits(half)).all()),
-        "one of two": engines,
+        "one of two": own,
     }
 
 
@@ -493,6 +542,9 @@ def on_gpu() -> dict[str, Any]:
                 found["differing"] += models.differing_rows(a, b)
                 found["zeroes"] += int((a == 0).all(dim=-1).sum())
         stats = [layer["engram"].embed.tierd.stats() for layer in mine.layers.values()]
+        found["audited"] = sum(
+            layer["engram"].embed.tierd._table._audit.compared for layer in mine.layers.values()
+        )
         found["demands"] = sum(one["demands"] for one in stats)
         found["hits"] = sum(one["hits"] for one in stats)
     tables.forget()

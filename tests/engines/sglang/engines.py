@@ -66,5 +66,5 @@ class Process:
     def close(self) -> None:
         if self._process.poll() is None:
             self._process.kill()
-            self._process.wait()
+        self._process.communicate()
         self._directory.cleanup()

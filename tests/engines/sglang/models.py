@@ -183,6 +183,7 @@ def extend(lengths: list[int], slots: list[int], starts: list[int] | None = None
     positions = [s + torch.arange(n) for s, n in zip(starts, lengths, strict=True)]
     return SimpleNamespace(
         forward_mode=ForwardMode.EXTEND,
+        batch_size=len(slots),
         positions=torch.cat(positions),
         req_pool_indices=torch.tensor(slots),
         extend_seq_lens=counts,
@@ -203,6 +204,7 @@ def decode(slots: list[int], positions: list[int], padded: int = 0) -> Any:
         locations[-padded:] = 0
     return SimpleNamespace(
         forward_mode=ForwardMode.DECODE,
+        batch_size=len(slots),
         positions=torch.tensor(positions),
         req_pool_indices=torch.tensor(slots),
         out_cache_loc=locations,
@@ -218,6 +220,7 @@ def verify(slots: list[int], positions: list[int], block: int) -> Any:
     spread = [p + i for p in positions for i in range(block)]
     return SimpleNamespace(
         forward_mode=ForwardMode.TARGET_VERIFY,
+        batch_size=len(slots),
         positions=torch.tensor(spread),
         req_pool_indices=torch.tensor(slots),
         out_cache_loc=torch.ones(len(spread), dtype=torch.int64),

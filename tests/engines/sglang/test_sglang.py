@@ -57,6 +57,46 @@ def test_a_kick_after_sampling_reads_what_the_next_step_needs(scenarios: Scenari
     assert engram["history kept"] is True
 
 
+def test_overlap_schedule(scenarios: Scenarios) -> None:
+    """The CPU knows no token of the step that it launches; the kick does not need it to."""
+    assert scenarios["served"]["engram"]["modes"]["overlap"] == {"steps": 5, "differing": 0}
+
+
+def test_breakable_prefill_graphs_look_up_between_segments(scenarios: Scenarios) -> None:
+    found = scenarios["served"]["engram"]["modes"]["breakable"]
+    assert found == {"breaks": 2, "rows": 2 * 2 * 37 * 24, "differing": 0}
+
+
+def test_odd_sizes(scenarios: Scenarios) -> None:
+    """No rows at all, one, and more than a request takes."""
+    found = scenarios["served"]["engram"]["modes"]["odd"]
+    assert found == {"sizes": [0, 1, 700], "differing": 0}
+
+
+def test_a_prompts_next_chunk_is_hinted(scenarios: Scenarios) -> None:
+    """Each row once, by SGLang's own hash, before its chunk is looked up."""
+    found = scenarios["served"]["engram"]["modes"]["hints"]
+    assert (found["tokens"], found["same"], found["differing"]) == (250, True, 0)
+    assert found["calls"] == 2  # the first chunk and the next; then the one after that
+    assert found["given"] > 1000
+    assert found["skipped"] == 0
+
+
+def test_the_probe_finds_when_layers_need_their_rows(scenarios: Scenarios) -> None:
+    found = scenarios["served"]["engram"]["modes"]["probe"]
+    assert found["engine"].startswith("sglang 0.5.2")
+    assert found["model"] == "v41"
+    assert found["step_s"]["2"] == pytest.approx(0.020)
+    windows = {layer: sizes["2"]["window_s"] for layer, sizes in found["layers"].items()}
+    assert windows == pytest.approx({"1": 0.010, "14": 0.020}, abs=1e-6)
+    assert scenarios["served"]["ple-fp8"]["probed"] is True
+
+
+def test_the_audit_compares_what_was_served(scenarios: Scenarios) -> None:
+    assert scenarios["served"]["engram"]["audited"] > 100
+    assert scenarios["on_gpu"]["audited"] > 30
+
+
 def test_every_rank_of_a_sharded_table_has_its_rows(scenarios: Scenarios) -> None:
     """In 2 ranks (whole hash columns in 0.5.23) and 5 (equal rows); staged once for all."""
     found = scenarios["sharded"]
@@ -92,6 +132,11 @@ REFUSED = {
     "SGLANG_OPT_DSV41_ENGRAM_HOST_STAGING": "^tierd: SGLANG_OPT_.* stages rows",
     "SGLANG_OPT_DSV41_ENGRAM_PEER_SHARDS": "^tierd: SGLANG_OPT_.* from the GPUs' memory",
     "plugins": "^tierd: SGLANG_PLUGINS=profiler, other leaves tierd out",
+    "switch": r"^tierd: TIERD='yes' is neither 1 nor 0; set TIERD=1, or unset it",
+    "early kick": r"^TIERD_EARLY_KICK='on' is neither 1 nor 0",
+    "plugin after us": r"an Engram table is a later\.Later, not tierd's: .* SGLANG_PLUGINS=tierd",
+    "daemon dies": r"^tierd: .*dying\.sock.*",
+    "daemon dies in attach": r"^tierd: .*dying\.sock.*",
     "rocm": "ROCm is not served yet",
     "unpublished": "^tierd: .* before SGLang has published its settings",
     "enable_memory_saver": "^tierd: --enable-memory-saver frees GPU memory",
@@ -114,7 +159,7 @@ REFUSED = {
     "a layer is missing": "the model has 2 Engram tables, its config names 3",
     "ple dtype": r"layers\.1\.ple is stored as bf16, but the model would hold it as torch\.float8",
     "ple on the gpu": "--no-ple-offload-embedding has it",
-    "ple too early": "was constructed before the hook was active",
+    "ple too early": r"Qwen4ExpPinnedHostEmbedding, not tierd's: constructed before the hook was",
     "ple file": "^tierd: --ple-offload-backend file keeps the PLE table on disk by itself",
 }
 
@@ -140,11 +185,11 @@ def test_dummy_weights_are_served_by_name(scenarios: Scenarios) -> None:
     assert scenarios["refused"]["dummy, named"] is True
 
 
-def test_the_daemon_counts_ranks(scenarios: Scenarios) -> None:
-    """One of two has attached: whoever waits for the other sees which."""
-    (engine,) = [e for e in scenarios["refused"]["one of two"] if e["expected_ranks"] == 2][:1]
-    assert engine["engine"].startswith("sglang 0.5.2")
-    assert engine["missing_ranks"] in ([1], [])
+def test_the_daemon_knows_how_many_ranks_to_expect(scenarios: Scenarios) -> None:
+    """One of two has attached (tests/unit/test_clients.py: how they are counted)."""
+    client = scenarios["refused"]["one of two"]
+    assert client["engine"].startswith("sglang 0.5.2")
+    assert (client["rank"], client["world"], client["expected_ranks"]) == (0, 2, 2)
 
 
 @pytest.mark.parametrize("release", engines.RELEASES)
@@ -159,6 +204,7 @@ def test_hook_check(release: str) -> None:
     problems = {what: f["problem"] for what, f in findings.items() if f["problem"]}
     assert list(problems) == ["release and environment"]
     assert "SGLANG_PLUGINS=other leaves tierd out" in problems["release and environment"]
+    assert findings["values of TIERD_*"]["detail"].startswith("socket ")
     assert findings["entry point tierd of sglang.srt.plugins"]["detail"].startswith("tierd.hook")
     assert findings["sglang.srt.layers.engram"]["detail"].startswith("EngramEmbedding, Engram")
 

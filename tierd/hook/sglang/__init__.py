@@ -8,7 +8,8 @@ before anybody can have copied a name out of them, and only in processes that im
 
 - ``guards`` says what must hold of the engine, its settings and its environment;
 - ``tables`` finds and attaches this rank's tables;
-- ``engram`` and ``ple`` replace the classes that hold a table; ``early`` kicks after sampling;
+- ``engram`` and ``ple`` replace the classes that hold a table; ``early`` kicks after sampling,
+  ``hints`` looks a chunk ahead in prefill, ``probe`` measures windows;
 - ``loaded`` looks at the model once it is loaded;
 - ``check`` does all that can be done without starting the engine.
 """
@@ -24,8 +25,11 @@ def activate() -> None:
     Raises:
         SystemExit: this SGLang, or a setting, that tierd does not serve.
     """
-    if os.environ.get("TIERD") != "1":
+    switch = os.environ.get("TIERD", "")
+    if switch in {"", "0"}:
         return
+    if switch != "1":
+        raise SystemExit(f"tierd: TIERD={switch!r} is neither 1 nor 0; set TIERD=1, or unset it")
     from tierd.hook.sglang import plugin  # noqa: PLC0415 - nothing is imported unless asked for
 
     plugin.activate()

@@ -27,7 +27,8 @@ MODULES = {
 def run() -> list[Finding]:
     """Look at everything; one problem does not hide the next."""
     entries = findings.entry_points(guards.GROUP, guards.PLUGIN, "SGLang")
-    return [_environment(), *entries, *_sources()]
+    values = findings.of_values(("TIERD_EARLY_KICK",), ("TIERD_ROWS_MAX", "TIERD_EXPECTED_RANKS"))
+    return [_environment(), values, *entries, *_sources()]
 
 
 def _environment() -> Finding:

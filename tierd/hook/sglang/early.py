@@ -10,10 +10,10 @@ unless asked for. Not with speculative decoding, where the next tokens are the d
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from tierd.hook import probing, settings
 from tierd.hook.sglang.engram import looked_up_elsewhere
 from tierd.hook.sglang.plugin import ENGRAM_MODULE, or_exit
 
@@ -25,7 +25,8 @@ SWITCH = "TIERD_EARLY_KICK"
 
 def patch(module: Any) -> None:
     """Patch ``...model_runner_components.ngram_embedding_manager`` if it is switched on."""
-    if os.environ.get(SWITCH) != "1":
+    # A probe counts from where a step begins.
+    if not settings.switch(SWITCH) or probing.asked() is not None:
         return
     manager = module.NgramEmbeddingManager
     stock = manager.update_after_decode

@@ -143,6 +143,8 @@ def _kick_after(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     def wrapped(self: Any, input_ids: torch.Tensor, forward_batch: Any) -> torch.Tensor:
         ids = forward(self, input_ids, forward_batch)
         kicked = getattr(self, "tierd_tables", ())
+        if kicked:
+            kicked[0][1].begins()
         if kicked and not looked_up_elsewhere(forward_batch):
             with or_exit():
                 for index, table in kicked:

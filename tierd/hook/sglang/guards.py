@@ -23,7 +23,13 @@ PLUGIN = "tierd"
 GROUP = "sglang.srt.plugins"
 UNCHECKED = "TIERD_ALLOW_UNCHECKED"
 
-ENGRAM = ("EngramEmbedding", "Engram", "EngramHasher.__init__", "EngramHasher.forward")
+ENGRAM = (
+    "EngramEmbedding",
+    "Engram",
+    "EngramHasher.__init__",
+    "EngramHasher.forward",
+    "EngramHasher._torch_hash_ids",
+)
 PLE = (
     "Qwen4ExpPinnedHostEmbedding",
     "Qwen4ExpNGramEmbedding",
@@ -32,7 +38,10 @@ PLE = (
     "Qwen4ExpPLELayer._consume_prefetched_embeddings",
 )
 RUNNER = ("ModelRunner.load_model",)
-MANAGER = ("NgramEmbeddingManager.update_after_decode",)
+MANAGER = (
+    "NgramEmbeddingManager.update_after_decode",
+    "NgramEmbeddingManager.prepare_for_forward",
+)
 
 # First 12 hex digits of the sha256 of each one's source text, in the order above. They are the
 # same under every Python, which those of a parsed tree would not be.
@@ -42,6 +51,7 @@ SOURCES: Mapping[str, Mapping[str, str]] = {
         "Engram": "b477ae59a490",
         "EngramHasher.__init__": "28e46e675a27",
         "EngramHasher.forward": "207fbbfd7ad3",
+        "EngramHasher._torch_hash_ids": "394d30112729",
         "Qwen4ExpPinnedHostEmbedding": "156c39c3696d",
         "Qwen4ExpNGramEmbedding": "d5d3bbb28451",
         "Qwen4ExpPLELayer.start_prefetch": "9bef869b1548",
@@ -49,12 +59,14 @@ SOURCES: Mapping[str, Mapping[str, str]] = {
         "Qwen4ExpPLELayer._consume_prefetched_embeddings": "0683b7919c85",
         "ModelRunner.load_model": "d57a14935a44",
         "NgramEmbeddingManager.update_after_decode": "89948a110583",
+        "NgramEmbeddingManager.prepare_for_forward": "4d689cd48feb",
     },
     "0.5.23": {
         "EngramEmbedding": "88dea0225e84",
         "Engram": "5e19cb4156cf",
         "EngramHasher.__init__": "9b97975e10df",
         "EngramHasher.forward": "cb27b9cf6906",
+        "EngramHasher._torch_hash_ids": "107fca547ea7",
         "Qwen4ExpPinnedHostEmbedding": "156c39c3696d",
         "Qwen4ExpNGramEmbedding": "d5d3bbb28451",
         "Qwen4ExpPLELayer.start_prefetch": "9bef869b1548",
@@ -62,6 +74,7 @@ SOURCES: Mapping[str, Mapping[str, str]] = {
         "Qwen4ExpPLELayer._consume_prefetched_embeddings": "0683b7919c85",
         "ModelRunner.load_model": "bf6781e45efd",
         "NgramEmbeddingManager.update_after_decode": "89948a110583",
+        "NgramEmbeddingManager.prepare_for_forward": "01b8007b0306",
     },
 }
 

@@ -12,7 +12,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from tierd.errors import HookError
-from tierd.hook.sglang import tables
+from tierd.hook.sglang import probe, tables
+from tierd.hook.sglang.hints import PrefillHints
 from tierd.hook.sglang.plugin import ENGRAM_MODULE, PLE_MODULE, or_exit
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def take(model: nn.Module) -> None:
         if not module.tierd.tested:
             module.tierd_test()
     _let_hashers_kick(model)
+    probe.install(model, served)
     names = ", ".join(f"layer {module.tierd.layer}" for module in served)
     log.info("tables of %s are served by tierd", names)
 
@@ -72,8 +74,8 @@ def _engram_tables(model: nn.Module) -> list[Any]:
         return []
     found = [module.embed for module in model.modules() if isinstance(module, engine.Engram)]
     for embed in found:
-        if not hasattr(embed, "tierd"):
-            raise _too_early("an Engram table")
+        if type(embed) is not engine.EngramEmbedding or not hasattr(embed, "tierd"):
+            raise _not_ours("an Engram table", embed)
     wanted = len(_text_config(model, "engram_layer_ids") or found)
     if len(found) != wanted:
         raise HookError(
@@ -99,7 +101,7 @@ def _ple_tables(model: nn.Module) -> list[Any]:
                     "the place of the table in host memory: start SGLang with "
                     "--ple-offload-embedding, or unset TIERD"
                 )
-            raise _too_early(name)
+            raise _not_ours(name, table)
         layer = _LAYER.search(name)
         if layer is None:
             raise HookError(f"{name}: cannot tell its layer; run: tierd hook check sglang")
@@ -108,10 +110,12 @@ def _ple_tables(model: nn.Module) -> list[Any]:
     return found
 
 
-def _too_early(what: str) -> HookError:
+def _not_ours(what: str, made: nn.Module) -> HookError:
     return HookError(
-        f"{what} was constructed before the hook was active; start SGLang by "
-        "sglang.launch_server, or set SGLANG_EXTERNAL_MODEL_PACKAGE=tierd.hook.sglang.external"
+        f"{what} is a {type(made).__module__}.{type(made).__name__}, not tierd's: constructed "
+        "before the hook was active (start SGLang by sglang.launch_server, or set "
+        "SGLANG_EXTERNAL_MODEL_PACKAGE=tierd.hook.sglang.external), or of another plugin (set "
+        "SGLANG_PLUGINS=tierd)"
     )
 
 
@@ -122,10 +126,17 @@ def _let_hashers_kick(model: nn.Module) -> None:
     layers = [module for module in model.modules() if isinstance(module, engine.Engram)]
     # By the time they are read: the first layer has the shortest window.
     pairs = [(int(layer.layer_hash_index), layer.embed.tierd) for layer in layers]
+    pairs.sort(key=lambda pair: pair[0])
+    pages = max((rank.hint_pages for rank in tables.ranks()), default=0)
     hasher: Any
     for hasher in model.modules():
-        if isinstance(hasher, engine.EngramHasher):
-            hasher.tierd_tables = tuple(sorted(pairs, key=lambda pair: pair[0]))
+        if not isinstance(hasher, engine.EngramHasher):
+            continue
+        # Neither may be in the copy that hints are hashed with.
+        hasher.tierd_tables, hasher.tierd_hints = (), None
+        if pairs and pages:
+            hasher.tierd_hints = PrefillHints(hasher, pairs, pages)
+        hasher.tierd_tables = tuple(pairs)
 
 
 def _text_config(model: nn.Module, name: str) -> Any:

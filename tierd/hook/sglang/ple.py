@@ -7,9 +7,10 @@ its parameter stays on the meta device, where the stock loader's copies move not
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +20,9 @@ from tierd.hook.served import ServedTable
 from tierd.hook.sglang import tables
 from tierd.hook.sglang.plugin import or_exit
 from tierd.types import RowFormat, TableKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _STORED = {RowFormat.BF16: torch.bfloat16, RowFormat.E4M3: torch.float8_e4m3fn}
 
@@ -37,12 +41,8 @@ def _subclass(module: Any, stock: Any) -> type[nn.Module]:
             with or_exit():
                 tables.require_published()
                 device = embedding.weight_scale.device
-                allocate = module.allocate_ple_host_table
-                module.allocate_ple_host_table = _on_meta
-                try:
+                with _table_on_meta(module):
                     super().__init__(embedding, **kwargs)
-                finally:
-                    module.allocate_ple_host_table = allocate
                 # Dummy weights are written to what the state holds; meta has no memory for them.
                 self._register_state_dict_hook(_drop_table)
                 vocabulary = self.shard_indices
@@ -62,6 +62,7 @@ def _subclass(module: Any, stock: Any) -> type[nn.Module]:
             output = self.allocate_output(shape, input_ids.device) if out is None else out
             _check_output(output, shape)
             ids = input_ids.long()
+            self.tierd.begins()
             with or_exit():
                 self.tierd.kick(ids)
                 self.tierd.gather(ids, output)
@@ -101,6 +102,17 @@ def _check_output(output: torch.Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(
             f"invalid PLE output: {tuple(output.shape)} of {output.dtype}, not {shape}"
         )
+
+
+@contextlib.contextmanager
+def _table_on_meta(module: Any) -> Iterator[None]:
+    """While it is entered, the module's tables take no memory."""
+    allocate = module.allocate_ple_host_table
+    module.allocate_ple_host_table = _on_meta
+    try:
+        yield
+    finally:
+        module.allocate_ple_host_table = allocate
 
 
 def _on_meta(shape: Any, dtype: torch.dtype, **_: Any) -> torch.Tensor:

@@ -63,14 +63,16 @@ def _patch_ple(module: ModuleType) -> None:
 def _patch_runner(module: ModuleType) -> None:
     with or_exit():
         guards.require_source(module, guards.RUNNER)
-        from tierd.hook.sglang import loaded  # noqa: PLC0415 - see above
+        from tierd.hook.sglang import loaded, probe  # noqa: PLC0415 - see above
 
         loaded.patch(module)
+        probe.patch(module)
 
 
 def _patch_manager(module: ModuleType) -> None:
     with or_exit():
         guards.require_source(module, guards.MANAGER)
-        from tierd.hook.sglang import early  # noqa: PLC0415 - see above
+        from tierd.hook.sglang import early, hints  # noqa: PLC0415 - see above
 
         early.patch(module)
+        hints.patch(module)

@@ -19,12 +19,15 @@ from tierd.hook.sglang import guards
 from tierd.types import TableKind
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 CACHE_ROWS = 1 << 20  # 285 MB of HBM at 264 B
 # Rows of one token, in the public models: a graph's shape must fit one request.
 COLUMNS = {TableKind.ENGRAM: 24, TableKind.PLE: 16}
 _ROWS_MAX_LEAST = 2048
+_ARENA_PAGES = 1 << 18  # of a client together: channel.arena_pages_max, unless it was changed
+HINT_PAGES_MOST = 1 << 15  # 128 MiB of the daemon's memory for a table of a rank, unless asked for
 
 
 def require_published() -> None:
@@ -105,7 +108,10 @@ def _find(kind: TableKind) -> Rank:
 
 
 def _rank(kind: TableKind, found: attach.FoundTables, wanted: settings.HookSettings) -> Rank:
-    return Rank("SGLang", kind, found, wanted, who=_who, rows_max=lambda: _rows_max(kind))
+    return Rank(
+        "SGLang", kind, found, wanted, who=who, rows_max=lambda: _rows_max(kind),
+        hints=lambda served: _hint_pages(kind, wanted, served),
+    )  # fmt: skip
 
 
 def _checkpoint_directory() -> Path:
@@ -114,7 +120,7 @@ def _checkpoint_directory() -> Path:
     return hub.checkpoint_directory(path, published("revision"), cache)
 
 
-def _who() -> attach.EngineRank:
+def who() -> attach.EngineRank:
     """Return this rank among the ranks of its engine, each with a channel of its own."""
     from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415 - the engine's own
 
@@ -143,3 +149,23 @@ def _rows_max(kind: TableKind) -> int:
     tokens = int(published("speculative_num_draft_tokens") or 1)
     rows = batch * tokens * COLUMNS[kind] * max(1, int(get_parallel().attn_dp_size))
     return settings.count("TIERD_ROWS_MAX", max(_ROWS_MAX_LEAST, rows))
+
+
+def _hint_pages(
+    kind: TableKind, wanted: settings.HookSettings, served: Sequence[ServedTable]
+) -> int:
+    """Return the memory for a table's hints: two chunks of a prefill, this rank's share of them.
+
+    A CPU is busy with what hints would save, and Qwen4Exp's rows are hashed by the layer itself.
+    """
+    if kind != TableKind.ENGRAM:
+        return 0
+    if wanted.hint_pages is not None:
+        return wanted.hint_pages
+    if not served[0].on_gpu:
+        return 0
+    chunk = int(published("chunked_prefill_size") or 0)
+    share = max((table.end - table.first) / table.rows for table in served)
+    rows = int(chunk * COLUMNS[kind] * share) if chunk > 0 else HINT_PAGES_MOST
+    room = _ARENA_PAGES // len(served) - 2 * _rows_max(kind)
+    return max(0, min(HINT_PAGES_MOST, 2 * rows, room))

@@ -44,6 +44,7 @@ void bind_protocol(nb::module_& m) {
     p.attr("OFFSET_STATUS_G") = offsetof(RingControl, status_g);
     p.attr("OFFSET_TENURE") = offsetof(RingControl, tenure);
     p.attr("OFFSET_LEAVING") = offsetof(RingControl, leaving);
+    p.attr("OFFSET_QUOTA") = offsetof(RingControl, quota);
     p.def("descriptor_bytes", &descriptor_bytes, "rows_max"_a);
     p.def("sample_hash", &sample_hash, "row"_a);
     p.def("array_bytes", &array_bytes, "rows_max"_a);

@@ -94,6 +94,7 @@ nb::dict stats_of(const TwinTable& table) {
     put("ring_full", s.ring_full);
     put("failed", s.failed);
     put("published", s.published);
+    put("quota", s.quota);
     return d;
 }
 

@@ -157,6 +157,15 @@ inline std::uint64_t load_relaxed(const std::uint64_t& counter) {
         .load(std::memory_order_relaxed);
 }
 
+inline std::uint32_t load_relaxed(const std::uint32_t& word) {
+    return std::atomic_ref<std::uint32_t>(const_cast<std::uint32_t&>(word))
+        .load(std::memory_order_relaxed);
+}
+
+inline void store_relaxed(std::uint64_t& word, std::uint64_t value) {
+    std::atomic_ref<std::uint64_t>(word).store(value, std::memory_order_relaxed);
+}
+
 std::uint64_t monotonic_ns();
 const char* status_name(Status status);
 

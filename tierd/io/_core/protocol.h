@@ -73,7 +73,8 @@ struct RingControl {
     StatusLine status_g;  // guardian: as status_d
     TenureLine tenure;    // guardian
     Line32 leaving;       // daemon: 1 once it wants the guardian to take the ring over
-    std::uint8_t pad[1024 - 12 * kLineBytes];
+    Line32 quota;         // daemon: 1 + the ways per set that the ring's table is to have; 0: as it has
+    std::uint8_t pad[1024 - 13 * kLineBytes];
 };
 
 struct alignas(kLineBytes) DescriptorHeader {
@@ -119,7 +120,8 @@ struct alignas(kLineBytes) RingStats {
     std::uint64_t ring_full;     // publishes that had to wait for room
     std::uint64_t failed;        // requests that failed
     std::uint64_t published;     // requests
-    std::uint64_t pad[4];
+    std::uint64_t quota;         // 1 + the ways per set in force; 0: this client takes no wishes
+    std::uint64_t pad[3];
 };
 
 // Row numbers sampled for miss curves (SHARDS): written by the client alone, read by the daemon. The

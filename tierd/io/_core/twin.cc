@@ -70,10 +70,25 @@ TwinTable::TwinTable(std::shared_ptr<RowCache> cache, std::shared_ptr<Channel> c
                                     std::to_string(client_.ring().table) + ", not " +
                                     std::to_string(options.table));
     cache_->attach(options.table, options.quota);
+    store_relaxed(client_.ring().stats->quota, std::uint64_t{1} + options.quota);
     kick_ = cache_->kicks();
 }
 
 TwinTable::~TwinTable() { cache_->detach(options_.table); }
+
+void TwinTable::set_quota(std::uint32_t ways) {
+    cache_->set_quota(options_.table, ways);
+    store_relaxed(client_.ring().stats->quota, std::uint64_t{1} + ways);
+}
+
+// The daemon's wish for this table's ways; nonsense is nobody's wish. The wishes of a cache's tables
+// are followed one by one: until all are, quotas may add up to more or less than there are ways, which
+// costs hits, no more.
+void TwinTable::follow_quota() {
+    const std::uint32_t wish = load_relaxed(client_.ring().control->quota.value);
+    if (wish == 0 || wish > kWays + 1 || wish == load_relaxed(client_.ring().stats->quota)) return;
+    set_quota(wish - 1);
+}
 
 // --- a step --------------------------------------------------------------------------------------
 
@@ -164,6 +179,7 @@ void TwinTable::decode(void* out) const {
 
 void TwinTable::look_up_and_publish() {
     kicked_ = false;
+    follow_quota();
     retire_replaced();
     look_up();
     std::size_t next = 0;  // the first miss that is not published

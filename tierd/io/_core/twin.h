@@ -67,7 +67,8 @@ class TwinTable {
     void gather(const Ids& ids, void* out);
     void drive(std::shared_ptr<Driver> driver) { client_.drive(std::move(driver)); }
     void rewake(int wake_fd) { client_.rewake(wake_fd); }
-    void set_quota(std::uint32_t ways) { cache_->set_quota(options_.table, ways); }
+    // std::invalid_argument for more ways than a set has. A daemon's wish takes its place at the next kick.
+    void set_quota(std::uint32_t ways);
     // From the next call on.
     void set_timeout(std::uint64_t timeout_ns);
 
@@ -88,6 +89,7 @@ class TwinTable {
     void copy_ids(const Ids& ids);
     void check_ids() const;
     void look_up_and_publish();
+    void follow_quota();
     void retire_replaced();
     void look_up();
     void sample(bool prefill);

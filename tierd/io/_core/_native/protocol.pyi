@@ -69,6 +69,8 @@ OFFSET_TENURE: int = 640
 
 OFFSET_LEAVING: int = 704
 
+OFFSET_QUOTA: int = 768
+
 def descriptor_bytes(rows_max: int) -> int: ...
 
 def sample_hash(row: int) -> int: ...
