@@ -354,7 +354,9 @@ def _attach_elsewhere(
     return attached
 
 
-def _self_test(checkpoint: Checkpoint, spec: TableSpec, table: Table, device: str | None) -> None:
+def _self_test(
+    checkpoint: Checkpoint, spec: TableSpec, table: Table, device: str | None = None
+) -> None:
     """Compare sampled rows that went the whole way with the checkpoint's bytes.
 
     Raises:

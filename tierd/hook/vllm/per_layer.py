@@ -145,7 +145,7 @@ def _register_operator() -> None:
     )
 
 
-# Their annotations are read when the operator is registered, so they are no text.
+# Their annotations become the operator's schema.
 def _look_up(ids: torch.Tensor, out: torch.Tensor, handle: int) -> None:
     found = _served[handle]
     parts = torch.empty((len(found), *ids.shape, found[0].dim), dtype=out.dtype, device=out.device)
