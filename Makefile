@@ -6,13 +6,16 @@ PY := .venv/bin/python
 .PHONY: all \
 	bench \
 	bench-controller \
+	bench-dashboard \
 	bench-gpu \
 	bench-kv \
 	bench-life \
 	bench-operator \
+	bench-remote \
 	bench-report \
 	bench-sglang \
 	bench-storage \
+	bench-vllm \
 	build \
 	chaos \
 	clean \
@@ -20,8 +23,10 @@ PY := .venv/bin/python
 	demo \
 	gpu-test \
 	lab \
+	lab-rdma \
 	lint \
 	packages \
+	pages \
 	sanitizers \
 	setup \
 	sim \
@@ -29,7 +34,8 @@ PY := .venv/bin/python
 	sim-soak \
 	stubs \
 	test \
-	test-sglang
+	test-sglang \
+	test-vllm
 
 all: lint test
 
@@ -57,11 +63,18 @@ lint: build
 
 # A file's tests stay in one process: they share their daemon.
 test: build
-	$(PY) -m pytest -m "not lab and not gpu" -n 2 --dist loadfile
+	$(PY) -m pytest -m "not lab and not gpu and not pages and not rdma" -n 2 --dist loadfile
 
 # Loop devices, broken disks: as root; skips by name elsewhere.
 lab: build
 	$(PY) -m pytest -m lab tests
+
+# Small virtual machines with real RDMA verbs (docs/operating/remote.md): as root, x86-64.
+lab-rdma: build
+	TIERD_LAB_RDMA=1 $(PY) -m pytest -m rdma -v tests/lab/rdma
+# The same machines, for longer; all records of bench/results/remote.json.
+bench-remote: build
+	$(PY) -m bench.remote
 
 # SGLang's real modules, both releases, in environments of their own (.venv-sglang).
 .venv-sglang/.ready: .venv/.built tests/engines/sglang/requirements.txt tools/sglang_venvs.sh
@@ -71,12 +84,30 @@ test-sglang: .venv-sglang/.ready
 bench-sglang: .venv-sglang/.ready
 	$(PY) -m bench.sglang
 
+# vLLM's real modules of 0.33.0, and a whole vLLM 0.32.0 for CPUs (.venv-vllm).
+.venv-vllm/.ready: .venv/.built tests/engines/vllm/requirements.txt tools/vllm_venvs.sh
+	tools/vllm_venvs.sh
+test-vllm: .venv-vllm/.ready
+	$(PY) -m pytest tests/engines/vllm
+bench-vllm: .venv-vllm/.ready
+	$(PY) -m bench.vllm
+
 demo: build
 	$(PY) -m tierd.cli demo
 
 # sdist and wheel in dist/, tried in an empty environment.
 packages: .venv/.ready
 	PYTHON=.venv/bin/python tools/packages.sh
+
+# The dashboard in Chromium, every command that the documentation shows (as root), the documentation as
+# a site in build/site.
+.venv/.pages: .venv/.ready tools/pages_setup.sh
+	tools/pages_setup.sh
+	touch $@
+pages: .venv/.built .venv/.pages
+	$(PY) -m pytest -m pages tests/pages -rs
+	$(PY) -m tests.docs
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
 
 sanitizers: .venv/.ready
 	tools/sanitizers.sh
@@ -118,6 +149,9 @@ bench-life: build
 # --quick tries it; the parts that take times want a machine that does nothing else.
 bench-operator: build
 	$(PY) -m bench.operator
+# In Chromium; `--docs` runs the documentation's commands and `--wheel` builds the packages as well.
+bench-dashboard: .venv/.built .venv/.pages
+	$(PY) -m bench.dashboard --docs --wheel
 bench-report: build
 	$(PY) -m bench.report
 

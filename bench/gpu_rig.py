@@ -186,6 +186,12 @@ class Bed:
             for job in jobs:
                 job.result()
 
+    def wish(self, *ways: int) -> None:
+        """Say, as a daemon does, how many ways each table is to have."""
+        at = int(_core.protocol.OFFSET_QUOTA)
+        for ring, wanted in enumerate(ways):
+            self.channel.control(ring)[at : at + 4].view(np.uint32)[0] = 1 + wanted
+
     def outputs(self, count: int) -> torch.Tensor:
         return torch.empty(count, DIM, dtype=torch.bfloat16, device="cuda")
 

@@ -118,7 +118,10 @@ def replayed(replays: int = 10_000, count: int = 768) -> dict[str, Any]:
                 made.cache.resize(1 + (replay * 7919) % 512)
             if replay % 23 == 0:
                 ways = 1 + replay % 31
-                made.cache.set_quotas({0: ways, 1: 32 - ways})
+                if replay < replays // 2:
+                    made.cache.set_quotas({0: ways, 1: 32 - ways})
+                else:  # as a daemon does it, beside the running graph
+                    made.wish(ways, 32 - ways)
         torch.cuda.synchronize()
         seconds = time.perf_counter() - began
         stats = [t.stats() for t in made.tables]

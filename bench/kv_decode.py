@@ -2,8 +2,8 @@
 
 36 layers, 32 query and 8 KV heads of 128, real matrix products on weights of the real sizes, blocks
 of 16. Dense steps are one CUDA graph. Sparse steps compute a draft's row beside each real one,
-score, select, fetch and write back behind the forward pass, in graphs of a layer's half
-(tierd/kv/pipeline.py); the draft is always rejected, as in the paper. Keys are random; queries
+score, select, fetch and write back behind the forward pass, in one graph or in graphs of a layer's
+half (tierd/kv/pipeline.py); the draft is always rejected, as in the paper. Keys are random; queries
 wander around a base so that about as many blocks change in a step as bench/kv_agreement.py finds
 on trained models.
 """
@@ -25,7 +25,7 @@ from torch.nn import functional
 from tierd.io.pool import PoolView
 from tierd.kv.layer import LayerState, Tables
 from tierd.kv.ops import Kernels
-from tierd.kv.pipeline import Background, Steps, stages
+from tierd.kv.pipeline import MOVE_PRIORITY, Background, Steps, stages
 from tierd.kv.pool import KvPool
 from tierd.kv.shape import LOCAL, Budget, KvShape
 
@@ -169,7 +169,7 @@ _streams: dict[str, torch.cuda.Stream] = {}
 
 
 def stream(name: str) -> torch.cuda.Stream:
-    """The foreground's stream goes first where both want a multiprocessor."""
+    """The foreground's stream goes first where predict or select want a multiprocessor too."""
     if name not in _streams:
         _streams[name] = torch.cuda.Stream(priority=-5 if name == "front" else 0)
     return _streams[name]
@@ -343,7 +343,7 @@ class Engine:
         if self.one_graph:
             self.whole = [captured(lambda p=p: self._forward(p), pool) for p in (0, 1)]
             if self.mode not in {"dense", "demand"}:
-                self.behind = [captured(lambda p=p: self._both(p), pool) for p in (0, 1)]
+                self.capture_behind()
             return
         self.first = captured(self.begin, pool)
         self.attends: list[list[torch.cuda.CUDAGraph]] = [[], []]
@@ -366,19 +366,30 @@ class Engine:
         self.work = work
         self.background = Background(torch.device("cuda"), work[0])
 
+    def capture_behind(self, *, parts: int = 4, move_priority: int = MOVE_PRIORITY) -> None:
+        """Capture steps with their background, or with only the first so many of its parts."""
+        self.behind = [captured(lambda p=p: self._both(p, parts, move_priority)) for p in (0, 1)]
+
     def _forward(self, parity: int) -> None:
         self.begin()
         for layer in range(self.shape.layers):
             self.mix(layer, self.attend(layer, self.steps.tables[parity]), parity)
 
-    def _both(self, parity: int) -> None:
+    def _parts(self, layer: int, tables: Tables, parts: int) -> tuple[Any, Any, Any]:
+        """The first so many of score, select, write-back and transfer."""
+        plain = stages(
+            self.ops, self.layers[layer], tables, self.buffers.q[layer], self.queries - 1
+        )
+        kept = [stage if parts > n else lambda: None for n, stage in enumerate(plain)]
+        if parts == 3:
+            kept[2] = lambda: self.ops.write_back(self.layers[layer], tables)
+        return kept[0], kept[1], kept[2]
+
+    def _both(self, parity: int, parts: int, move_priority: int) -> None:
         """A step and its background, for one graph."""
         tables = self.steps.tables[parity]
-        work = [
-            stages(self.ops, self.layers[n], tables, self.buffers.q[n], self.queries - 1)
-            for n in range(self.shape.layers)
-        ]
-        behind = Background(torch.device("cuda"), work, one_graph=True)
+        work = [self._parts(n, tables, parts) for n in range(self.shape.layers)]
+        behind = Background(torch.device("cuda"), work, one_graph=True, move_priority=move_priority)
         self.kept.append(behind)
         front = torch.cuda.current_stream()
         self.begin()
@@ -394,7 +405,8 @@ class Engine:
         parity, self.step = self.step % 2, self.step + 1
         assert self.step <= STEPS_MAX
         if self.one_graph:
-            graphs = self.behind if background and self.mode == "lookahead" else self.whole
+            plain = not background or self.mode in {"dense", "demand"}
+            graphs = self.whole if plain else self.behind
             graphs[parity].replay()
             return
         front, behind = torch.cuda.current_stream(), self.background
@@ -416,7 +428,7 @@ class Engine:
         return {name: total[at] for name, at in names.items()}
 
     def differing(self) -> int:
-        """Resident entries that are not what the host pool holds for their block."""
+        """Resident entries that are not what the host pool holds, or not where the map has them."""
         wrong, k, t = 0, self.budget.blocks, self.tables
         pages = t.pages[:, None, :k].expand(-1, self.shape.kv_heads, -1).long()
         head = torch.arange(self.shape.kv_heads, device="cuda")[None, :, None].expand_as(pages)
@@ -424,6 +436,9 @@ class Engine:
             block = state.map[..., :k].long()
             row = torch.arange(self.rows, device="cuda")[:, None, None].expand_as(block)
             host = t.host.long()[row, block.clamp(min=0)]
+            places = state.slot_of.gather(-1, block.clamp(min=0))
+            slot = torch.arange(k, dtype=torch.int32, device="cuda").expand_as(places)
+            wrong += int(((places != slot) & (block >= 0)).sum())
             for part in range(0, self.rows, 4):
                 cut = slice(part, part + 4)
                 have = state.pages[pages[cut], head[cut]].view(torch.int16)

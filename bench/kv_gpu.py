@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 HOST_GIB = 100.0
 CAPS = (0.01, 0.02, 0.05, 0.1, 0.2, 1.0)
+SMALL_ROWS = 8
 
 
 def copy_tb_s(gib: int = 4) -> float:
@@ -52,30 +53,6 @@ def link_gb_s(host: Any) -> float:
     return into.nbytes / marks[0].elapsed_time(marks[1]) / 1e6
 
 
-def attention(rows: int, mode: str, queries: int, **tuning: int) -> Callable[[], object]:
-    """One layer's attention of a batch, as a graph of several layers' worth of pages."""
-    from bench import kv_decode as d
-    from tierd.kv.ops import Kernels
-
-    shape, budget = d.qwen(1), d.Budget(blocks=128, cap=1.0)
-    engine = d.Engine.__new__(d.Engine)
-    engine.shape, engine.rows, engine.budget = shape, rows, budget
-    engine.sparse, engine.mode = mode != "dense", mode
-    engine.blocks = d.CONTEXT // shape.block + 2
-    engine.slots = budget.slots if engine.sparse else engine.blocks
-    engine._make_tables()
-    state = engine._layer(0, None)
-    if engine.sparse:
-        state.map[:] = torch.arange(budget.slots, dtype=torch.int32, device="cuda")
-    q = torch.randn(rows, queries, 32, 128, device="cuda").bfloat16()
-
-    def make(**tuning: int) -> Callable[[], object]:
-        ops = Kernels(shape, budget, **tuning)
-        return lambda: ops.attend(state, engine.tables, q, d.SCALE)
-
-    return make(**tuning) if tuning else make
-
-
 def time_us(fn: Callable[[], object], chain: int = 4, repeats: int = 12) -> float:
     """Median time of one call, in graphs of some."""
     from bench.kv_decode import captured, median
@@ -92,49 +69,6 @@ def time_us(fn: Callable[[], object], chain: int = 4, repeats: int = 12) -> floa
         torch.cuda.synchronize()
         times.append(marks[0].elapsed_time(marks[1]) * 1e3 / chain)
     return median(times[3:])
-
-
-def tune() -> dict[str, Any]:
-    """Variants of the attention kernel: dense at 45 requests, sparse at 32 with drafts."""
-    found: dict[str, Any] = {"copy_tb_s": copy_tb_s()}
-    grids = {
-        "dense": (
-            (45, "dense", 1),
-            [
-                {"tile": t, "stages": s, "warps": w, "splits": p}
-                for t, s, w, p in (
-                    (64, 2, 4, 8), (64, 3, 4, 8), (64, 4, 4, 8), (128, 2, 4, 8), (128, 3, 4, 8),
-                    (128, 2, 8, 8), (128, 3, 8, 8), (64, 3, 4, 16), (64, 3, 4, 4), (32, 4, 2, 8),
-                    (64, 1, 4, 16), (128, 1, 8, 16),
-                )
-            ],
-        ),
-        "sparse": (
-            (32, "lookahead", 2),
-            [
-                {"tile": t, "stages": s, "warps": w, "splits": p}
-                for t, s, w, p in (
-                    (64, 3, 4, 1), (64, 3, 4, 2), (64, 3, 4, 4), (64, 2, 4, 4), (64, 1, 4, 4),
-                    (128, 2, 4, 2), (128, 3, 4, 4), (32, 3, 2, 4), (64, 3, 4, 8),
-                )
-            ],
-        ),
-    }  # fmt: skip
-    for name, (what, variants) in grids.items():
-        make: Any = attention(*what)
-        tokens = 16_384 + 32 if name == "dense" else 131 * 16
-        size = what[0] * tokens * 8 * 128 * 2 * 2
-        for variant in variants:
-            try:
-                us = time_us(make(**variant))
-            except Exception as error:  # noqa: BLE001 - a variant that does not fit is a result
-                found[f"{name} {variant}"] = repr(error)[:80]
-                continue
-            found[f"{name} {variant}"] = [round(us, 1), round(size / us / 1e6, 3)]
-        del make
-        gc.collect()
-        torch.cuda.empty_cache()
-    return found
 
 
 def scan() -> dict[str, Any]:
@@ -215,7 +149,6 @@ def decode(sparse_rows: str = "0", layers: str = "36", go: str = "") -> dict[str
     for card in (141, 80):
         attempt(dense, weights, shape, card)
     attempt(lookahead, weights, shape, host)
-    attempt(small_batch, weights, shape, host)
     for mode in ("previous", "demand"):
         attempt(other, weights, shape, host, mode)
     return found
@@ -233,9 +166,11 @@ def dense(found: dict[str, Any], weights: Any, shape: Any, card: int) -> None:
 
 
 def lookahead(found: dict[str, Any], weights: Any, shape: Any, host: Any) -> None:
+    """A step in one graph over all caps; in pieces, with its stalls, at the cap of the record."""
     from bench.kv_decode import Engine, median, timed
 
-    engine = Engine(weights, shape, found["sparse_rows"], "lookahead", host=host, **SPARSE)
+    rows = found["sparse_rows"]
+    engine = Engine(weights, shape, rows, "lookahead", host=host, whole=True, **SPARSE)
     settle(engine)
     caps = found["caps"] = {}
     for cap in (0.05, *(cap for cap in CAPS if cap != 0.05)):
@@ -245,24 +180,23 @@ def lookahead(found: dict[str, Any], weights: Any, shape: Any, host: Any) -> Non
     found["off_ms"] = median(times)
     del engine
     gc.collect()
-    engine = Engine(
-        weights, shape, found["sparse_rows"], "lookahead", host=host, whole=True, **SPARSE
-    )
+    engine = Engine(weights, shape, rows, "lookahead", host=host, **SPARSE)
     settle(engine)
-    found["one_graph"] = capped(engine, 0.05)
+    found["pieces"] = capped(engine, 0.05)
 
 
 def other(found: dict[str, Any], weights: Any, shape: Any, host: Any, mode: str) -> None:
     """Previous-query prefetch at our cap, or retrieval on demand of all that is missing."""
     from bench.kv_decode import Engine
 
-    engine = Engine(weights, shape, found["sparse_rows"], mode, host=host, **SPARSE)
+    rows = found["sparse_rows"]
+    engine = Engine(weights, shape, rows, mode, host=host, whole=True, **SPARSE)
     settle(engine, 6)
     found[mode] = capped(engine, 0.05 if mode == "previous" else 1.0)
     found[mode]["wrong_entries"] = engine.differing()
 
 
-# The best of `tune` for each.
+# The best of `python -m bench.kv_tune` for each.
 DENSE = {"tile": 32, "stages": 4, "warps": 2, "splits": 8}
 SPARSE = {"tile": 64, "stages": 2, "warps": 4, "splits": 4}
 
@@ -327,28 +261,48 @@ def capped(engine: Any, cap: float) -> dict[str, Any]:
     }
 
 
-def small_batch(found: dict[str, Any], weights: Any, shape: Any, host: Any) -> None:
+def small(layers: str = "36") -> dict[str, Any]:
     """Batch 8: the same steps with the background on and off, in turn, in either form."""
-    from bench.kv_decode import Budget, Engine, median, timed
+    from bench import kv_decode as d
 
-    for name, whole in (("small_pieces", False), ("small", True)):
-        engine = Engine(weights, shape, 8, "lookahead", host=host, whole=whole, **SPARSE)
+    shape = d.qwen(int(layers))
+    weights, host = d.Weights(shape.layers), d.Host(shape, SMALL_ROWS)
+    return small_batch(weights, shape, host)
+
+
+def small_batch(weights: Any, shape: Any, host: Any) -> dict[str, Any]:
+    """Both forms; then one graph with only some parts of the background, to see what each costs."""
+    from bench.kv_decode import Budget, Engine
+
+    found: dict[str, Any] = {}
+    for name, whole in (("pieces", False), ("one_graph", True)):
+        engine = Engine(weights, shape, SMALL_ROWS, "lookahead", host=host, whole=whole, **SPARSE)
         settle(engine)
         engine.tables.admit.fill_(Budget(128, 0.05).admitted)
-        before, steps = engine.counters(), 0
-        on: list[float] = []
-        off: list[float] = []
-        for _ in range(4):
-            on += timed({"on": step_of(engine)}, 10, 2)["on"]
-            off += timed({"off": step_of(engine, background=False)}, 10, 2)["off"]
-            steps += 12
+        before = engine.counters()
+        found[name] = on_and_off(engine, 4)
         moved = engine.counters()["admitted"] - before["admitted"]
-        found[name] = {
-            "rows": 8, "on_ms": median(on), "off_ms": median(off),
-            "cost_pct": 100 * (median(on) / median(off) - 1),
-            "gb_step": moved * shape.entry_bytes / steps / 1e9,
-            "wrong_entries": engine.differing(),
-        }  # fmt: skip
+        found[name]["gb_step"] = moved * shape.entry_bytes / found[name]["steps"] / 1e9
+        found[name]["wrong_entries"] = engine.differing()
+    for parts in range(4):
+        engine.capture_behind(parts=parts)
+        found[f"{parts} of 4 parts"] = on_and_off(engine, 1)
+    return found
+
+
+def on_and_off(engine: Any, turns: int) -> dict[str, Any]:
+    """Medians of steps with the background and without, in turn."""
+    from bench.kv_decode import median, timed
+
+    on: list[float] = []
+    off: list[float] = []
+    for _ in range(turns):
+        on += timed({"on": step_of(engine)}, 10, 2)["on"]
+        off += timed({"off": step_of(engine, background=False)}, 10, 2)["off"]
+    return {
+        "rows": engine.rows, "on_ms": median(on), "off_ms": median(off),
+        "cost_pct": 100 * (median(on) / median(off) - 1), "steps": 12 * turns,
+    }  # fmt: skip
 
 
 def model(seconds: str = "60", medium: str = "125") -> dict[str, Any]:
@@ -376,19 +330,21 @@ def model(seconds: str = "60", medium: str = "125") -> dict[str, Any]:
     return found
 
 
-STAGES = {"model": "model", "scan": "scan", "tune": "tune", "decode": "decode"}
+STAGES: dict[str, Callable[..., dict[str, Any]]] = {
+    "model": model, "scan": scan, "decode": decode, "small": small,
+}  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("stages", nargs="*", default=["model", "scan", "decode"])
+    parser.add_argument("stages", nargs="*", default=list(STAGES))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--one")
     parser.add_argument("--timeout", type=float, default=400)
     options = parser.parse_args()
     if options.one:
         name, *words = options.one.split(":")
-        print(json.dumps(globals()[STAGES[name]](*words)))
+        print(json.dumps(STAGES[name](*words)))
         return
     for stage in options.stages:
         began = time.perf_counter()

@@ -131,7 +131,7 @@ def decodes(found: dict[str, Any], limits: dict[str, str]) -> Made:
                     "background_off_ms": one["off_ms"], "host_gib": one["host_gib"],
                     "link_gb_s": one["link_gb_s"], "caps": one["caps"],
                     "previous_query": one.get("previous"), "on_demand": one.get("demand"),
-                    "one_graph": one.get("one_graph"),
+                    "form": "a step in one graph", "in_pieces": one.get("pieces"),
                 },
             }
         )  # fmt: skip
@@ -148,20 +148,24 @@ def decodes(found: dict[str, Any], limits: dict[str, str]) -> Made:
             "detail": {cap: v["gb_step"] for cap, v in one["caps"].items()},
         }
     )  # fmt: skip
-    parts = [one, one.get("small", {}), one.get("previous", {}), one.get("demand", {})]
+    parts = [one, one.get("previous", {}), one.get("demand", {})]
+    parts += [part for part in found.get("small", {}).values() if isinstance(part, dict)]
     wrong = sum(part.get("wrong_entries", 0) for part in parts)
     wrong += sum(cap["wrong_owner"] for cap in one["caps"].values())
     made.append({"measure": "kv.wrong_owner", "value": wrong, "unit": "entries"})
-    if "small" in one:
-        made.append(
-            {
-                "measure": "kv.background_cost_pct_small_batch", "value": one["small"]["cost_pct"],
-                "unit": "%", "repeats": 40, "limit": limits.get("small"),
-                "spread": "medians, on and off in turn",
-                "detail": {**one["small"], "in_pieces": one.get("small_pieces")},
-            }
-        )  # fmt: skip
     return made
+
+
+def small(found: dict[str, Any], limits: dict[str, str]) -> Made:
+    one = found["small"]
+    detail = {name: part for name, part in one.items() if isinstance(part, dict)}
+    return [
+        {
+            "measure": "kv.background_cost_pct_small_batch", "value": one["one_graph"]["cost_pct"],
+            "unit": "%", "repeats": 40, "limit": limits.get("small"),
+            "spread": "medians, on and off in turn", "detail": detail,
+        }
+    ]  # fmt: skip
 
 
 def scans(found: dict[str, Any]) -> Made:
@@ -189,6 +193,8 @@ def main() -> None:
         stages["model"] = models(found)
     if "decode" in found:
         stages["decode"] = decodes(found, limits)
+    if "small" in found:
+        stages["small"] = small(found, limits)
     if "scan" in found:
         stages["scan"] = scans(found)
     made = []

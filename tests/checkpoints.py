@@ -107,14 +107,16 @@ def engram(
     shards: int = 3,
     seed: int = 1,
     config: dict[str, Any] | None = None,
+    scales: tuple[int, ...] = tuple(range(255)),
 ) -> TinyCheckpoint:
-    """DeepSeek-V4.1: fp8 payloads and e8m0 scales of every scale byte but 255."""
+    """DeepSeek-V4.1: fp8 payloads and e8m0 scales of every scale byte but 255, or of these."""
     rng = np.random.default_rng(seed)
     tensors, tables = filler(rng), {}
     counts = (rows,) * len(layers) if isinstance(rows, int) else rows
     for layer, count in zip(layers, counts, strict=True):
         weight = random_e4m3(rng, count, dim)
         scale = rng.integers(0, 255, (count, dim // 32), np.uint8)
+        scale = np.array(scales, np.uint8)[scale % len(scales)]
         stem = f"{prefix}layers.{layer}.engram.embed"
         tensors[f"{stem}.weight"] = ("F8_E4M3", weight.shape, weight.tobytes())
         tensors[f"{stem}.scale"] = ("F8_E8M0", scale.shape, scale.tobytes())

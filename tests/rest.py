@@ -17,8 +17,10 @@ from tierd.config import load
 from tierd.daemon import Daemon
 from tierd.daemon.attach import AttachServer
 from tierd.daemon.counters import Counters
+from tierd.daemon.exports import Exports
 from tierd.daemon.jobs import Board
 from tierd.daemon.plane import DataPlane
+from tierd.daemon.recent import Recent
 from tierd.daemon.scrub import Scrubber
 from tierd.daemon.steering import Steering
 
@@ -41,10 +43,23 @@ class Rest:
         self.session = aiohttp.ClientSession(
             "http://tierd", connector=aiohttp.UnixConnector(str(path), limit=0)
         )
+        self._tcp: aiohttp.ClientSession | None = None
 
     @property
     def app(self) -> web.Application:
         return self.api._app
+
+    @property
+    def tcp(self) -> aiohttp.ClientSession:
+        """For addresses of its own; closed with the other one."""
+        if self._tcp is None:
+            self._tcp = aiohttp.ClientSession()
+        return self._tcp
+
+    async def close(self) -> None:
+        await self.session.close()
+        if self._tcp is not None:
+            await self._tcp.close()
 
     async def answer(
         self, method: str, path: str, **options: Any
@@ -105,12 +120,14 @@ async def serving(device: Path, directory: Path, **overrides: Any) -> AsyncItera
         stack.callback(daemon.plane.close)
         daemon.counters = Counters(lambda: daemon.plane.stats())  # noqa: PLW0108 - a test replaces it
         daemon.scrubber = Scrubber(daemon.plane, daemon.settings.io, directory)
+        daemon.exports = Exports(daemon.settings.exports, daemon.plane)
         daemon.jobs = Board(daemon.catalog)
         stack.callback(daemon.jobs.close)
         daemon.attach = AttachServer(daemon.settings, daemon.plane, daemon.catalog, boot_id="boot")
         daemon.steering = Steering(
             daemon.settings.controller, daemon.plane, daemon.attach, daemon.catalog
         )
+        daemon.recent = Recent(daemon.plane, daemon.attach, daemon.counters)
         api = RestApi(daemon)
         sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         sock.bind(str(path))
@@ -118,6 +135,6 @@ async def serving(device: Path, directory: Path, **overrides: Any) -> AsyncItera
         stack.push_async_callback(api.stop)
         stack.callback(daemon.hub.close)
         rest = Rest(daemon, api, path)
-        stack.push_async_callback(rest.session.close)
+        stack.push_async_callback(rest.close)
         await api.start(sock)
         yield rest

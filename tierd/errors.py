@@ -102,6 +102,38 @@ class DeviceFailedError(DeviceError):
     """The device failed a read, a write or a flush, or does not store what it is told."""
 
 
+class RdmaError(TierdError):
+    """Reading from another node's memory does not work as asked."""
+
+
+class RdmaMissingError(RdmaError):
+    """No RDMA on this machine: no library, no kernel support or no device."""
+
+
+class RdmaPermissionError(RdmaError):
+    """The RDMA device cannot be opened by this user."""
+
+
+class RdmaPortError(RdmaError):
+    """No port of the RDMA device can be used."""
+
+
+class RdmaMemoryError(RdmaError):
+    """Memory could not be registered: the limit on locked memory, or not enough of it."""
+
+
+class DramError(TierdError):
+    """An image has no place in this node's memory."""
+
+
+class RdmaPeerError(RdmaError):
+    """The peer cannot be read from: refused, gone, of another version, or nothing fits."""
+
+
+class PeerSilentError(RdmaPeerError):
+    """The peer's REST interface does not answer; its memory may be readable all the same."""
+
+
 class ImageError(TierdError):
     """An image that does not exist, is incomplete or does not match."""
 

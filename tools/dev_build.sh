@@ -7,4 +7,7 @@ mkdir -p build
 cmake -S . -B build/dev -G Ninja -DPython_EXECUTABLE="$python" -DCMAKE_BUILD_TYPE=Release >build/dev.log 2>&1 ||
     { cat build/dev.log; exit 1; }
 cmake --build build/dev
-cp build/dev/_native*.so tierd/io/_core/
+# Not in place: processes may have the last one mapped.
+for so in build/dev/_native*.so; do
+    cp "$so" "tierd/io/_core/.$(basename "$so")" && mv "tierd/io/_core/.$(basename "$so")" "tierd/io/_core/$(basename "$so")"
+done

@@ -9,6 +9,8 @@ from pathlib import Path, PurePosixPath
 
 WHEEL_NEEDS = {
     "tierd/cli/__init__.py",
+    "tierd/api/dashboard/index.html",
+    "tierd/api/dashboard/main.js",
     "tierd/py.typed",
     "tierd/hook/site/sitecustomize.py",
     "tierd/io/_core/_native/__init__.pyi",

@@ -9,6 +9,7 @@ command -v g++ >/dev/null || packages+=(g++)
 command -v fio >/dev/null || packages+=(fio)
 command -v git >/dev/null || packages+=(git)
 [ -e /usr/include/liburing.h ] || packages+=(liburing-dev)
+[ -e /usr/include/infiniband/verbs.h ] || packages+=(libibverbs-dev)
 python=${PYTHON:-python3}
 command -v "$python" >/dev/null || packages+=(python3 python3-venv python3-dev)
 if command -v "$python" >/dev/null; then

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ if not torch.cuda.is_available():
 from bench.gpu_rig import bed, graph_of
 from bench.gpu_rows import compared, replayed, stress
 from tierd.errors import HookError
+from tierd.io import seen
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -45,6 +47,47 @@ def test_warm_and_then_replay() -> None:
         ids.copy_(torch.randint(0, made.rows, (768,), device="cuda"))
         graph.replay()
         assert made.differing(0, ids, out) == 0
+
+
+def test_the_daemons_wish_is_followed_inside_a_graph() -> None:
+    with bed(pages=8192, sets=64) as made:
+        ids = [torch.zeros(768, dtype=torch.int64, device="cuda") for _ in range(2)]
+        out = [made.outputs(768) for _ in range(2)]
+
+        def step() -> None:
+            for n in range(2):
+                made.tables[n].kick(ids[n])
+                made.tables[n].gather(ids[n], out[n])
+
+        graph = graph_of(step)
+        for ways in (24, 3):
+            made.wish(ways, 32 - ways)
+            for _ in range(600):
+                for n in range(2):
+                    ids[n].copy_(torch.randint(0, made.rows, (768,), device="cuda"))
+                graph.replay()
+                assert all(made.differing(n, ids[n], out[n]) == 0 for n in range(2))
+            assert [table.quota for table in made.tables] == [ways, 32 - ways]
+
+
+def test_rows_that_no_trace_saw_are_zero_inside_a_graph() -> None:
+    with bed(pages=8192, sets=64) as made:
+        bits = seen.empty(made.rows)
+        seen.mark(bits, np.arange(0, made.rows, 3))
+        made.tables[0].skip_unseen(bits)
+        ids, out = torch.zeros(768, dtype=torch.int64, device="cuda"), made.outputs(768)
+
+        def step() -> None:
+            made.tables[0].kick(ids)
+            made.tables[0].gather(ids, out)
+
+        graph = graph_of(step)
+        for _ in range(20):
+            ids.copy_(torch.randint(0, made.rows, (768,), device="cuda"))
+            graph.replay()
+            known = ids % 3 == 0
+            assert made.differing(0, ids[known], out[known]) == 0
+            assert not out[~known].view(torch.int16).any()
 
 
 def test_prefill_in_parts() -> None:

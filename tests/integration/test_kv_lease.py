@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,7 +13,8 @@ import torch
 from tests.daemons import Daemon, engram_node, running
 from tierd.api.rest_client import get
 from tierd.errors import KvPoolError
-from tierd.io.pool import ALIGN
+from tierd.io import wire
+from tierd.io.pool import ALIGN, HEAD_BYTES
 from tierd.kv.lease import PoolLease
 from tierd.kv.shape import KvShape
 
@@ -36,7 +40,7 @@ def kv(daemon: Daemon) -> dict[str, Any]:
 
 def wait_until_free(daemon: Daemon) -> None:
     """The daemon sees a closed connection on its own time; the test's own limit bounds this."""
-    while kv(daemon)["leases"]:
+    while kv(daemon)["free_bytes"] < 4 * ALIGN:
         pass
 
 
@@ -67,6 +71,51 @@ def test_leases_end_with_their_connection_and_read_as_zeroes(daemon: Daemon) -> 
     assert second.view.memory[8192:].max() == 0
     second.close()
     wait_until_free(daemon)
+
+
+ENGINE = """
+import mmap, os, socket, sys
+from tierd.io import wire
+sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+sock.connect(sys.argv[1])
+wire.send(sock, {"op": "kv_lease", "engine": "killed", "bytes": 4 * (2 << 20)})
+answer, fds = wire.receive(sock, fds_max=1)
+memory = mmap.mmap(fds[0], answer["bytes"], offset=answer["offset"])
+memory[:] = b"K" * len(memory)
+print("has all of it", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_killed_engine_s_memory_reaches_the_next_one_empty(daemon: Daemon) -> None:
+    """It held the whole pool and was writing when it was killed."""
+    command = [sys.executable, "-c", ENGINE, str(daemon.node.engine_socket)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as engine:
+        assert engine.stdout is not None
+        assert engine.stdout.readline() == b"has all of it\n"
+        with pytest.raises(KvPoolError, match="0 of 8388608 are free"):
+            PoolLease.ask(daemon.node.engine_socket, SHAPE, 1000, engine="next")
+        engine.kill()
+        engine.wait()
+    wait_until_free(daemon)
+    lease = PoolLease.ask(daemon.node.engine_socket, SHAPE, 25_000, engine="next")
+    assert lease.view.layout.pages >= 25_000 // 16
+    assert not lease.view.memory[HEAD_BYTES:].any()
+    lease.close()
+    wait_until_free(daemon)
+
+
+@pytest.mark.parametrize(
+    "size", [0, -1, 1 << 60, "all", None, 2.5, True],
+)  # fmt: skip
+def test_odd_sizes_are_refused_and_cost_nothing(daemon: Daemon, size: object) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.connect(str(daemon.node.engine_socket))
+        wire.send(sock, {"op": "kv_lease", "engine": "odd", "bytes": size})
+        answer, fds = wire.receive(sock, fds_max=1)
+        assert not fds
+        assert not answer["ok"]
+    assert kv(daemon)["free_bytes"] == 4 * ALIGN
 
 
 def test_a_pool_that_is_full_says_so(daemon: Daemon) -> None:

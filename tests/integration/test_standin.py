@@ -138,7 +138,7 @@ def test_rows_of_another_table_are_caught_at_attach(node: Node, client: Client) 
     with Checkpoint.open(models.checkpoints()["v41-other"]) as other:
         spec = find_tables(other)[0]
         with pytest.raises(HookError, match="sampled rows differ"):
-            attach._self_test(other, spec, client.table("layers.1.engram"))
+            attach._self_test(other, spec, client.table("layers.1.engram"), None)
 
 
 def test_attach_by_fingerprint(node: Node, client: Client) -> None:

@@ -149,6 +149,29 @@ def test_what_is_served_is_neither_deleted_nor_written(disks: Disks) -> None:
     assert [image["name"] for image in left] == [NARROW]
 
 
+def test_a_wipe_that_was_cut_off_is_finished_by_the_daemon(disks: Disks) -> None:
+    with StoreSet.open(disks.paths) as stores:
+        places = [
+            (share.path, extent.device_page * 4096, extent.pages * 4096)
+            for share in stores.image(WIDE).shares
+            for extent in share.extents
+        ]
+        stores.image(WIDE).home.delete_image(WIDE, wipe=True)
+    with disks.serve(*disks.paths[1:]) as daemon:
+        disks.check(NARROW)
+        notes = [event["note"] for event in daemon.events() if "note" in event]
+        assert len([note for note in notes if f"the wipe of {WIDE} was cut off" in note]) == 3
+        words = ["--wipe", "--api-socket", disks.node.api_socket]
+        assert "deleted, wiped" in tierd("images", "delete", WIDE, *words).stdout
+        assert "there is no image" in tierd("images", "delete", WIDE, *words, exit_code=1).output
+        disks.check(NARROW)
+        assert daemon.stop() == 0
+    for path, start, size in places:
+        with open(path, "rb") as file:
+            file.seek(start)
+            assert not any(file.read(size))
+
+
 def test_an_engine_that_outlives_the_daemon_keeps_its_image(
     disks: Disks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

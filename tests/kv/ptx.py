@@ -67,7 +67,8 @@ def kernels() -> dict[str, Any]:
         ),
         "transfer": compile_kernel(
             kernels_pages.transfer,
-            {"HEADS": 8, "WORDS": 1024, "K": 128, "SLOTS": 131, "CAP": 6}, words=True, warps=4,
+            {"HEADS": 8, "WORDS": 1024, "K": 128, "SLOTS": 131, "CAP": 6, "ENTRIES": 2},
+            words=True, warps=4,
         ),
         "score": compile_kernel(
             kernels_select.score,

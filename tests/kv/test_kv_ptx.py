@@ -49,10 +49,20 @@ def test_nothing_reaches_host_memory_by_atomics(compiled: dict[str, Any]) -> Non
 
 
 def test_entry_and_header_are_under_way_together(compiled: dict[str, Any]) -> None:
-    """The first 16-byte load of an entry is issued before the header's comparison."""
+    """Nothing waits between an entry's first load from the host and its header's last one."""
     lines = compiled["transfer"]["ptx"].splitlines()
     loads = [n for n, line in enumerate(lines) if "ld.global.v2.b64" in line]
-    stores = [n for n, line in enumerate(lines) if "st.global.v2.b64" in line]
-    last = max(n for n in loads if n < stores[-1])
-    between = [line for line in lines[last : stores[-1]] if "ld.global.b32" in line]
-    assert len(between) >= 4  # the header's words and its owner's
+    near = len(loads) // 2  # the second half: copies from the ring
+    between = [line for line in lines[loads[near - 1] : loads[near]] if "ld.global.b32" in line]
+    assert len(between) >= 6 * 2  # of two entries each: four words of the header, two of its owner
+    last = max(n for n in range(loads[near]) if lines[n] in between)
+    for word in ("bar.sync", "st.global", "bra", "atom"):
+        assert not any(word in line for line in lines[loads[0] : last]), word
+
+
+def test_counting_orders_nothing(compiled: dict[str, Any]) -> None:
+    """Counters are added to relaxed: anything stricter waits for all stores before it."""
+    for name in ("transfer", "write_back", "select"):
+        atomics = [line for line in compiled[name]["ptx"].splitlines() if "atom" in line]
+        assert atomics
+        assert all(".relaxed." in line for line in atomics), name

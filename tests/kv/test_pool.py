@@ -67,6 +67,29 @@ def test_leases_are_apart_and_come_back_as_zeroes() -> None:
         pool.close()
 
 
+def test_a_part_is_nobody_s_until_its_memory_went_back() -> None:
+    """Punching takes seconds and runs on a thread: who asks meanwhile must not get the part."""
+    pool = HostPool(3 * ALIGN)
+    try:
+        first, second = pool.lease(2 * ALIGN, "a"), pool.lease(ALIGN, "b")
+        os.pwrite(pool.fd, b"KV of a", first.offset)
+        with pytest.raises(AssertionError, match="may still use it"):
+            pool.punch(first)
+        pool.withdraw(first.number)
+        assert list(pool.leases) == [second.number]
+        assert pool.free_bytes == 0
+        with pytest.raises(KvPoolFullError):
+            pool.lease(ALIGN, "c")
+        pool.punch(first)
+        with pytest.raises(KvPoolFullError):
+            pool.lease(ALIGN, "c")
+        pool.free(first)
+        assert pool.lease(2 * ALIGN, "c").offset == first.offset
+        assert not any(os.pread(pool.fd, 16, first.offset))
+    finally:
+        pool.close()
+
+
 def test_a_pool_refuses_in_words() -> None:
     pool = HostPool(4 * ALIGN)
     try:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kv.world import World
-from tierd.errors import KvPoolFullError
+from tierd.errors import KvPoolFullError, KvUnsupportedError
 from tierd.kv import layer as places
 from tierd.kv.shape import Budget, KvShape
 
@@ -178,6 +178,35 @@ def test_an_exhausted_pool_makes_requests_wait_and_changes_nothing() -> None:
     for _ in range(12):
         world.step()
     assert world.requests.rows[stuck].length == before + 12
+    assert world.check() > 0
+
+
+def test_a_context_beyond_the_tables_is_refused_and_changes_nothing() -> None:
+    world = make(rows=1, blocks=6)
+    row = world.begin(90)
+    free = world.requests.gpu.free, world.requests.host.free
+    with pytest.raises(KvUnsupportedError, match="100 tokens; a request has room for 6 blocks"):
+        world.requests.grow(row, 10)
+    assert (world.requests.gpu.free, world.requests.host.free) == free
+    world.step(queries=4, accepted=4)
+    assert world.check() > 0
+
+
+def test_pages_that_a_crop_left_do_not_take_the_ring_s_places() -> None:
+    """150 tokens, cropped to 100 while dense: blocks 7 to 9 have pages and hold nothing."""
+    world = make(rows=1)
+    row = world.begin(150)
+    world.land(row)
+    number = world.requests.rows[row].number
+    world.truth[number] = world.truth[number][:, :, :100]
+    world.requests.rows[row].length = 100
+    world.tables.length[row] = 100
+    for state in world.layers:
+        state.landed[row].clamp_(max=6)
+    world.requests.turn_sparse(row)
+    assert world.check() > 0  # among others: the last two blocks are there
+    for _ in range(20):
+        world.step()
     assert world.check() > 0
 
 

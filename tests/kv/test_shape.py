@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import (
+    DeepseekV3Config,
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+    Qwen3NextConfig,
+    T5Config,
+)
 
 from tierd.errors import KvUnsupportedError
 from tierd.kv.drafts import PromptLookup
@@ -73,6 +81,9 @@ def test_budgets_are_refused() -> None:
     [
         (DeepseekV3Config(), "DeepseekV3 uses MLA"),
         (MistralConfig(sliding_window=4096), "Mistral has sliding_attention layers"),
+        (Qwen3NextConfig(), "Qwen3Next has linear_attention layers"),
+        (T5Config(), "T5 attends to an encoder"),
+        (Gemma2Config(layer_types=["full_attention"] * 26), "Gemma2 caps its attention scores"),
         (
             Qwen3Config(layer_types=["full_attention", "sliding_attention"], num_hidden_layers=2),
             "Qwen3 has sliding_attention layers",
@@ -93,6 +104,9 @@ def test_fp8_caches_are_refused_and_gqa_is_taken() -> None:
     assert (shape.kv_heads, shape.group, shape.head_dim) == (2, 4, 64)
     with pytest.raises(KvUnsupportedError, match="head size 80"):
         shape_of(LlamaConfig(hidden_size=640, num_attention_heads=8), torch.bfloat16)
+    uneven = LlamaConfig(hidden_size=512, num_attention_heads=8, num_key_value_heads=3)
+    with pytest.raises(KvUnsupportedError, match="8 query heads do not divide among 3"):
+        shape_of(uneven, torch.bfloat16)
 
 
 def test_prompt_lookup_takes_the_longest_and_latest_match() -> None:

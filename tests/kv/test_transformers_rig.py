@@ -130,6 +130,24 @@ def test_what_the_rig_refuses() -> None:
         model(prompts(1, 20), cache=cache)
     with pytest.raises(KvUnsupportedError, match="a batch of 2 on a cache that holds 1"):
         model(prompts(2, 1), cache=cache)
+    with pytest.raises(KvUnsupportedError, match="crop to 21 tokens; the cache holds 20"):
+        session.crop(21)
+    with pytest.raises(KvUnsupportedError, match="make the session for a longer context"):
+        model(prompts(2, 160), cache=new_cache(session))
+
+
+def test_a_sparse_request_takes_back_its_last_step_only() -> None:
+    model = tiny()
+    session = attach(model, budget=Budget(2, 1.0), rows=1, context=128, threshold=64)
+    cache = new_cache(session)
+    model(prompts(1, 90), cache=cache)
+    model(prompts(1, 3), cache=cache)
+    assert session.requests.rows[0].sparse
+    with pytest.raises(KvUnsupportedError, match=r"crop from 93 to 89 tokens: .* from 90 on"):
+        session.crop(89)
+    session.crop(91)
+    model(prompts(1, 3), cache=cache)
+    assert session.length == 94
 
 
 def test_an_exhausted_pool_refuses_before_anything_changes() -> None:

@@ -30,7 +30,7 @@ class World:
         self.shape, self.budget, self.device = shape, budget, device
         self.generator = torch.Generator().manual_seed(seed)
         self.ops: Reference | Kernels = (
-            Kernels(shape, budget, splits=2, tile=64, programs=3)
+            Kernels(shape, budget, splits=2, tile=64, transfer_heads=2, entries=2)
             if kernels
             else Reference(shape, budget)
         )

@@ -209,6 +209,8 @@ class _Bench:
             found = self._state_of(stores, states, f"cut before {stop}, {loss}")
             if found is not states[-1]:
                 self.operation.change(stores)
+            for name in sorted({wipe.name for _, wipe in stores.wipes()}):
+                stores.finish_wipes(name)
         with self._open() as stores:
             self._state_of(stores, states[-1:], f"done again after a cut before {stop}, {loss}")
 
@@ -228,6 +230,8 @@ class _Bench:
                 raise Violation("durability", f"{when}: {image.name} is not whole")
             for share in image.shares:
                 used[share.uuid] += sum(-(-e.pages // UNIT_PAGES) for e in share.extents)
+        for store, wipe in stores.wipes():
+            used[store.uuid] += sum(-(-e.pages // UNIT_PAGES) for e in wipe.extents)
         for store in stores.stores:
             if store.free_pages != store.capacity_pages - used[store.uuid] * UNIT_PAGES:
                 raise Violation("leak", f"{when}: {store.free_pages} pages are free")

@@ -327,6 +327,20 @@ def scrub_goes_on_in_another_image() -> Any:
     return _patched((scrub, "_key", lambda image: str(image.info.table.name)))
 
 
+def wipe_of_the_home_alone() -> Any:
+    original = StoreSet._drop_parts
+
+    def drop(self: Any, home: Any, image: Any, *, wipe: bool = False) -> None:
+        del wipe
+        original(self, home, image)
+
+    return _patched((StoreSet, "_drop_parts", drop))
+
+
+def wipe_that_writes_nothing() -> Any:
+    return _patched((Store, "_overwrite", lambda self, extents: None))
+
+
 STORAGE_MUTANTS: tuple[Callable[[], Any], ...] = (
     no_flush_at_all,
     no_flush_before_the_root,
@@ -356,4 +370,6 @@ STORAGE_MUTANTS: tuple[Callable[[], Any], ...] = (
     two_units_changed_round_for_the_pump,
     scrub_goes_on_a_block_too_far,
     scrub_goes_on_in_another_image,
+    wipe_of_the_home_alone,
+    wipe_that_writes_nothing,
 )

@@ -40,7 +40,7 @@ def test_a_seed_is_one_run() -> None:
     "name", ["no flush before the root", "leases ignored", "home written before its members"]
 )
 def test_planted_bugs_are_found(name: str) -> None:
-    found = mutants.run_one(name, 60)
+    found = mutants.run_one(name, 100)
     assert found["seeds"], "the simulator did not notice"
 
 

@@ -17,7 +17,7 @@ from tierd.errors import (
     DeviceError,
     DeviceTooSmallError,
 )
-from tierd.io import _core, staging, walker
+from tierd.io import _core, layout, staging, walker
 from tierd.io.layout import Geometry
 from tierd.io.store import Store
 from tierd.io.store_set import StoreSet
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tests.sim.world import World
+    from tierd.types import Extent
 
 ACTIONS_RANGE = (12, 40)
 CLIENTS_MAX = 3
@@ -112,6 +113,8 @@ def delete(world: World) -> None:
     )
     wipe = world.chance.random() < 0.4
     state = world.models[number].state.without(name)
+    held = [(share.path, share.extents) for share in stores.image(name).shares]
+    before = world.faults_so_far()
     world.log(f"delete {name} on set {number}{', wiped' if wipe else ''}")
     with world.change(number, [state], COMMIT_OPERATIONS * len(stores.stores)) as change:
         try:
@@ -124,6 +127,42 @@ def delete(world: World) -> None:
         else:
             if leased:
                 raise Violation("durability", f"{name} was deleted under a reader")
+            if wipe and world.faults_so_far() == before:
+                _require_zeroes(world, name, held)
+
+
+def wipe_on(world: World) -> None:
+    """Finish a wipe that a kill or a fault cut off."""
+    owed = [
+        (number, wipe.name)
+        for number in range(len(world.models))
+        for _, wipe in world.stores(number).wipes()
+    ]
+    if owed:
+        finish_wipe(world, *world.chance.choice(owed))
+
+
+def finish_wipe(world: World, number: int, name: str) -> None:
+    """Finish a wipe; without faults in between no byte of the image is left on the medium."""
+    stores = world.stores(number)
+    owed = stores.wipes(name)
+    world.log(f"finish the wipe of {name} on set {number}")
+    before = world.faults_so_far()
+    operations = sum(2 * COMMIT_OPERATIONS + len(wipe.extents) + 1 for _, wipe in owed)
+    with world.change(number, [], operations):
+        stores.finish_wipes(name)
+        if world.faults_so_far() == before:
+            _require_zeroes(world, name, [(s.device.path, wipe.extents) for s, wipe in owed])
+    world.count("wipes finished")
+
+
+def _require_zeroes(world: World, name: str, held: list[tuple[str, tuple[Extent, ...]]]) -> None:
+    for path, extents in held:
+        for start, end in map(layout.occupied, extents):
+            found = np.empty(end - start, np.uint8)
+            world.host.native_at(path).peek(start, found)
+            if found.any():
+                raise Violation("silence", f"{path}: rows of {name} are there after its wipe")
 
 
 def place(world: World) -> None:
@@ -465,11 +504,25 @@ def finish(world: World) -> None:
         scrubbing.whole_pass(world, number)
     for number, model in enumerate(world.models):
         for name in sorted(model.state.images):
-            world.stores(number).delete(name)
+            _delete_at_last(world, number, name)
+        owed = world.stores(number).wipes()
+        for name in sorted({wipe.name for _, wipe in owed}):
+            world.stores(number).finish_wipes(name)
+        for store, wipe in owed:
+            _require_zeroes(world, wipe.name, [(store.device.path, wipe.extents)])
         for store in world.stores(number).stores:
             if store.free_pages != store.capacity_pages:
                 raise Violation("leak", f"set {number}: {store.free_pages} pages free when empty")
     world.stop()
+
+
+def _delete_at_last(world: World, number: int, name: str) -> None:
+    """Delete, or wipe: most wipes of images on several devices are these."""
+    stores, wipe = world.stores(number), world.chance.random() < 0.5
+    held = [(share.path, share.extents) for share in stores.image(name).shares]
+    stores.delete(name, wipe=wipe)
+    if wipe:
+        _require_zeroes(world, name, held)
 
 
 def _read_all(world: World, number: int, name: str) -> None:
@@ -498,6 +551,7 @@ _ACTIONS: tuple[tuple[Callable[[World], None], int], ...] = (
     (leave, 4),
     (stage, 22),
     (delete, 8),
+    (wipe_on, 4),
     (place, 12),
     (scrub, 6),
     (scrubbing.scrub_on, 6),

@@ -454,7 +454,8 @@ class World:
     def check_room(self, store: Store) -> None:
         """Extents do not overlap, and what is neither used nor leased is free."""
         path, areas = store.device.path, Areas.of(store.device.size)
-        used = [occupied(e) for holding in (*store.images, *store.parts) for e in holding.extents]
+        holdings = (*store.images, *store.parts, *store.wipes)
+        used = [occupied(extent) for holding in holdings for extent in holding.extents]
         position = areas.data_start
         for start, end in sorted(used):
             if start < position or end > areas.data_end:

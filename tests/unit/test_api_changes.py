@@ -370,7 +370,8 @@ async def test_windows_are_set_together_kept_and_served(rest: Rest) -> None:
     status, headers, before = await rest.answer("GET", "/v1/placements")
     assert [one["window_us"] for one in before["placements"]] == [None, None]
     device = rest.daemon.plane.stores[0].device.path
-    assert before["placements"][0]["tiers"] == [{"tier": "disk", "devices": [device]}]
+    (tier,) = before["placements"][0]["tiers"]
+    assert (tier["tier"], tier["devices"]) == ("disk", [device])
     both = [IMAGE, "v41/layers.14.engram"]
     edit = {"placements": [{"image": name, "window_us": 1200.5} for name in both]}
     tag = {"If-Match": headers["ETag"]}

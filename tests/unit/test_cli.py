@@ -64,7 +64,7 @@ def test_every_command_is_in_the_operators_page() -> None:
 
 
 def test_the_pages_of_commands_and_metrics_are_the_code() -> None:
-    for page in ("cli", "metrics"):
+    for page in ("cli", "metrics", "rest"):
         text = (ROOT / f"docs/{page}.md").read_text()
         assert text == invoke("reference", page).stdout, f"run: tierd reference {page}"
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests import checkpoints
 from tests.daemons import tierd
+from tierd.errors import DeviceForeignError
 from tierd.io import find_devices, superblock
 from tierd.io.layout import ROOT_OFFSETS
 from tierd.io.store import Store
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from tierd.io.store_set import StoreSet
 
 MIB = 1 << 20
 NAME = "m/layers.1.engram"
@@ -154,6 +153,125 @@ def test_images_show_and_delete(disks: list[Path], tmp_path: Path) -> None:
     assert json.loads(left.stdout) == {"images": []}
     refused = tierd("images", "delete", NAME, *words, exit_code=1)
     assert "no image 'm/layers.1.engram'" in refused.output
+
+
+def test_a_wipe_that_was_cut_off_is_told_and_finished(disks: list[Path]) -> None:
+    words = ["--device", disks[0], "--device", disks[1]]
+    with StoreSet.open(disks) as stores:  # killed right after the commit that deletes the image
+        stores.image(NAME).home.delete_image(NAME, wipe=True)
+    listed = tierd("images", "list", *words).output
+    assert f"note: {disks[0]}: the wipe of {NAME} was cut off, and 2097152 bytes may" in listed
+    assert f"run: tierd images delete {NAME} --wipe" in listed
+    assert f"wipe {NAME}, " in (shown := tierd("devices", "inspect", disks[0]).stdout)
+    assert "not finished: 2.0 MiB at" in shown
+    assert inspect(disks[0])["wipes"][0]["name"] == NAME
+    alone = tierd("images", "delete", NAME, "--wipe", "--device", disks[0], exit_code=1)
+    assert "cannot be finished: device" in alone.output
+    assert (
+        f"{NAME}: deleted, wiped, 4.0 MiB"
+        in tierd("images", "delete", NAME, "--wipe", *words).stdout
+    )
+    for path in disks:
+        assert not any(path.read_bytes()[2 * MIB :])
+        assert inspect(path)["wipes"] == []
+    assert "note" not in tierd("images", "list", *words).output
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_partition_table_over_a_root_is_not_written_over(disks: list[Path], number: int) -> None:
+    """It spares the other root; what is written by way of that may fall into a file system."""
+    overwrite(disks[number], 510, b"\x55\xaa")
+    before = disks[number].read_bytes()
+    with pytest.raises(DeviceForeignError, match="an MBR partition table was written over a part"):
+        Store.open(disks[number])
+    found = inspect(disks[number])
+    assert found["state"] == "foreign"
+    assert "an MBR partition table was written over" in found["problem"]
+    refused = tierd("format", disks[number], exit_code=1).output
+    assert "holds an MBR partition table, written over a tierd store" in refused
+    assert disks[number].read_bytes() == before
+
+
+def test_a_file_system_over_both_roots_is_not_called_damage(disks: list[Path]) -> None:
+    overwrite(disks[0], 0, b"XFSB" + bytes(4092))
+    overwrite(disks[0], ROOT_OFFSETS[1], bytes(4096))
+    with pytest.raises(DeviceForeignError, match="an XFS file system was written over") as caught:
+        Store.open(disks[0], write=False)
+    assert "--force" not in str(caught.value)
+    found = inspect(disks[0])
+    assert (found["state"], found["salvaged"]["images_named"]) == ("foreign", [NAME])
+
+
+def test_what_rotten_tables_still_name_and_whose_pages_there_are(disks: list[Path]) -> None:
+    for place in (1 << 20, (1 << 20) + (512 << 10)):
+        overwrite(disks[0], place + 30, b"\xff\xfe")
+    found = inspect(disks[0])
+    assert (found["state"], found["salvaged"]["images_named"]) == ("damaged", [NAME])
+    overwrite(disks[0], 0, bytes(2 * MIB))  # as somebody clears a disk for another use
+    found = inspect(disks[0])
+    assert (found["state"], found["problem"]) == ("empty", "it was never formatted, or cleared")
+    assert found["salvaged"]["pages_of"][0]["units"] == 1
+
+
+def test_what_is_too_small_to_look_at_is_not_empty(tmp_path: Path) -> None:
+    (tmp_path / "small").write_bytes(b"text")
+    with pytest.raises(DeviceForeignError, match="it holds 4 bytes of something"):
+        Store.open(tmp_path / "small")
+
+
+def test_where_nothing_is_in_dev_no_file_is_made_or_advised() -> None:
+    for words in (("format", "/dev/nosuch"), ("format", "/dev/nosuch", "--size", "4MiB")):
+        assert "there is no such device; run: lsblk" in tierd(*words, exit_code=1).output
+    told = tierd("devices", "inspect", "/dev/nosuch", exit_code=1).output
+    assert told.endswith("run: lsblk\n")
+    assert not Path("/dev/nosuch").exists()
+
+
+def test_format_takes_a_uuid_for_a_device_and_not_for_a_files_name(tmp_path: Path) -> None:
+    name = "UUID=11111111-1111-1111-1111-111111111111"
+    refused = tierd("format", name, "--size", "8MiB", exit_code=1).output
+    assert "no block device here is device 1111" in refused
+    assert not Path(name).exists()
+
+
+def test_one_device_named_twice(disks: list[Path], tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.symlink_to(disks[0])
+    words = ["images", "delete", NAME, "--device", disks[0], "--device", other]
+    text = tierd(*words, exit_code=1).output
+    assert f"{disks[0]} and {other} are one device, named twice" in text
+
+
+def test_list_says_what_is_not_served_and_verify_that_it_did_nothing(
+    disks: list[Path], tmp_path: Path
+) -> None:
+    listed = tierd("images", "list", "--device", disks[0]).stdout
+    assert f"not served: {NAME}: device " in " ".join(listed.split())
+    none = tmp_path / "none"
+    tierd("format", none, "--size", "8MiB")
+    both = ["--device", disks[0], "--device", disks[1]]
+    spare = tmp_path / "spare"
+    tierd("format", spare, "--size", "8MiB")
+    tierd("images", "copy", NAME, *both, "--to", spare)
+    listed = tierd("images", "list", *both, "--device", spare).stdout
+    assert f"copy of {NAME}: {spare}" in " ".join(listed.split())
+    assert tierd("verify", "--full", "--device", none).stdout.startswith("no images, so nothing")
+
+
+@pytest.mark.parametrize("wipe", [False, True])
+def test_parts_whose_home_is_gone_for_good(disks: list[Path], wipe: bool) -> None:
+    home = inspect(disks[0])["uuid"]
+    told = tierd("images", "show", NAME, "--device", disks[1], exit_code=1).output
+    assert f"holds a part of {NAME}, whose home, device {home}, is not named" in told
+    words = ["images", "delete", NAME, "--parts", *(["--wipe"] if wipe else [])]
+    both = ["--device", disks[0], "--device", disks[1]]
+    assert "no part of" in tierd(*words, *both, exit_code=1).output
+    assert "parts given up, 2.0 MiB" in tierd(*words, "--device", disks[1]).stdout
+    found = inspect(disks[1])
+    assert (found["parts"], found["wipes"]) == ([], [])
+    assert found["free_bytes"] == found["size_bytes"] - 2 * MIB
+    told = tierd("images", "show", NAME, *both).stdout
+    assert "has lost its part" in told
 
 
 def test_devices_of_the_configuration(disks: list[Path], tmp_path: Path) -> None:

@@ -342,7 +342,14 @@ def test_statistics_name_rings_and_devices(served: Served) -> None:
         "in_flight": 0,
     }
     assert (ring["requests"], ring["pages"]) == (1, 3)
-    assert stats["devices"] == [{"device": served.device, "reads": 3, "errors": 0}]
+    (device,) = stats["devices"]
+    assert sum(device.pop("latency_us")) == 3
+    assert device == {"device": served.device, "reads": 3, "errors": 0, "in_flight": 0}
+    # One request, in the bucket that its own time says; bounds are 8 us * sqrt(2)^i.
+    times = np.frombuffer(ring["read_times"], np.uint64)
+    bounds_ns = 8000 * 2 ** (np.arange(len(times) - 1) / 2)
+    assert times.sum() == 1
+    assert times[np.searchsorted(bounds_ns, ring["read_ns"], side="right")] == 1
     served.pump.remove_channel(client.number)
     assert served.pump.stats()["pages"] == 3  # kept beyond the ring
 

@@ -228,11 +228,19 @@ def test_too_small_a_device_is_refused_before_anything_is_written(tmp_path: Path
     made = checkpoints.engram(tmp_path / "c", rows=15 * 700)
     with Store.format(tmp_path / "device", size=5 * MIB) as store:
         before = (tmp_path / "device").read_bytes()
-        words = rf"has {2 * MIB} bytes free, the tables need {4 * MIB} \({2 * MIB} more\)"
+        words = rf"has {2 * MIB} bytes free, the tables need {8 * MIB} \({6 * MIB} more\)"
         with pytest.raises(DeviceTooSmallError, match=words):
             run(store, made)
         assert (tmp_path / "device").read_bytes() == before
         assert store.free_pages == 512
+
+
+def test_the_room_that_is_missing_is_that_of_all_tables(tmp_path: Path) -> None:
+    made = checkpoints.per_layer(tmp_path / "c", layers=6)
+    with Store.format(tmp_path / "device", size=8 * MIB) as store:  # three units of 2 MiB
+        words = rf"has {6 * MIB} bytes free, the tables need {12 * MIB} \({6 * MIB} more\)"
+        with pytest.raises(DeviceTooSmallError, match=words):
+            run(store, made)
 
 
 def test_replacing_needs_room_for_one_table_at_a_time(tmp_path: Path) -> None:

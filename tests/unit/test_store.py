@@ -37,6 +37,7 @@ from tierd.errors import (
 )
 from tierd.io import signatures, superblock
 from tierd.io.device import PAGE_BYTES, Device
+from tierd.io.extent_table import Wipe
 from tierd.io.formatting import write_empty
 from tierd.io.layout import ROOT_OFFSETS, UNIT_BYTES, UNIT_PAGES, Areas, occupied
 from tierd.io.store import Store
@@ -376,8 +377,8 @@ def test_a_roots_bytes_are_those_of_the_format_page(two_states) -> None:
     assert ROOT_OFFSETS == (0, 65536)
     table = json.loads(medium[root.table_offset : root.table_offset + root.table_bytes])
     assert list(table) == [
-        "format", "uuid", "sequence", "images", "parts", "placements", "identities",
-    ]  # fmt: skip
+            "format", "uuid", "sequence", "images", "parts", "placements", "identities", "wipes",
+        ]  # fmt: skip
     assert list(table["images"][0]) == ["info", "state", "devices", "extents", "members"]
     assert table["images"][0]["extents"] == [[0, 600, 512]]
 
@@ -590,6 +591,9 @@ def test_wipe_writes_zeroes(path: str) -> None:
         start, end = occupied(image.extents[0])
         store.device.write(start, np.full(end - start, 7, np.uint8))
         store.delete_image("m/t", wipe=True)
+        assert store.free_pages == store.capacity_pages - 1024, "not free before it is zero"
+        store.finish_wipe(*store.wipes)
+        assert (store.wipes, store.free_pages) == ((), store.capacity_pages)
     assert not any(Path(path).read_bytes()[start:end])
 
 
@@ -601,7 +605,7 @@ def test_wipe_reads_back_what_it_wrote(path: str, monkeypatch) -> None:
         monkeypatch.setattr(Device, "write", lambda self, offset, data: None)
         store._commit = lambda **changes: None
         with pytest.raises(DeviceError, match="not zero after they were wiped"):
-            store.delete_image("m/t", wipe=True)
+            store.finish_wipe(Wipe("m/t", *image.identity, image.devices, image.extents))
 
 
 # --- readers --------------------------------------------------------------------------------------

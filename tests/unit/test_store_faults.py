@@ -175,12 +175,17 @@ def test_a_reader_flushes_nothing(device: LyingDevice) -> None:
 # --- what a commit drops --------------------------------------------------------------------------
 
 
+def _wipe(store: Store, name: str) -> None:
+    store.delete_image(name, wipe=True)
+    store.finish_wipe(*store.wipes)
+
+
 @pytest.mark.parametrize(
     "change",
     [
         lambda store: put(store, "t", 20),
         lambda store: store.delete_image("m/t"),
-        lambda store: store.delete_image("m/t", wipe=True),
+        lambda store: _wipe(store, "m/t"),
     ],
     ids=["replace", "delete", "wipe"],
 )

@@ -28,7 +28,7 @@ from tierd.io import stripes, walker
 from tierd.io.checkpoint import Checkpoint
 from tierd.io.extent_table import StoredImage
 from tierd.io.formatting import write_empty
-from tierd.io.layout import UNIT_PAGES
+from tierd.io.layout import UNIT_PAGES, occupied
 from tierd.io.rows import RowReader
 from tierd.io.staging import stage
 from tierd.io.store import Store
@@ -163,6 +163,8 @@ def test_a_device_that_is_missing_is_named(devices: list[Path], made) -> None:
             walker.verify(stores, NAME)
         with pytest.raises(ImageIncompleteError, match="cannot be wiped"):
             stores.delete(NAME, wipe=True)
+        with pytest.raises(ImageIncompleteError, match="or delete the image and stage it again"):
+            put(stores, made)  # it is there already, and of no use
     with opened([devices[2]]) as stores:
         (part,) = stores.stores[0].parts
         assert part.name == NAME
@@ -331,6 +333,68 @@ def test_a_power_cut_anywhere_leaves_the_image_absent_or_complete(
     assert outcomes == {"stage": {"none", "new"}, "replace": {"old", "new"}}.get(
         what, {"old", "none"}
     )
+
+
+def test_a_power_cut_anywhere_in_a_wipe_leaves_no_row_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The image is whole, or the next start says that it is not wiped and finishes it."""
+    monkeypatch.setattr(MemoryDevice, "discard", lambda *_: False)  # or it would do the wipe's work
+    made = checkpoints.engram(tmp_path / "c", layers=(1,), rows=15 * 600, seed=1)
+    found = [MemoryDevice(bytes(10 * MIB), f"memory{i}") for i in range(2)]
+    for device in found:
+        write_empty(device)
+    stores = StoreSet([Store._open(device) for device in found])
+    put(stores, made)
+    held = [share.extents for share in stores.image(NAME).shares]
+    start = [bytes(device.medium) for device in found]
+    log: list[tuple] = []
+    for number, device in enumerate(found):
+        device.log = _Tagged(log, number)
+    stores.delete(NAME, wipe=True)
+    rng = random.Random(5)
+    outcomes = set()
+    for stop in range(len(log) + 1):
+        logs = [[e for n, e in log[:stop] if n == number] for number in range(2)]
+        media = [after_power_cut(start[i], logs[i], len(logs[i]), rng) for i in range(2)]
+        again = _memory_set(media)
+        again.reclaim()
+        image = again.find(NAME)
+        owed = again.wipes(NAME)
+        if image is not None:
+            assert walker.verify(again, image, full=True, sample=0).ok
+            again.delete(NAME, wipe=True)
+        elif owed:
+            notes = again.wipe_notes()
+            assert f"run: tierd images delete {NAME} --wipe" in notes[0]
+            assert len(notes) == len(owed)
+            again.finish_wipes(NAME)
+        outcomes.add("whole" if image is not None else len(owed))
+        assert again.wipes() == []
+        for store, extents in zip(again.stores, held, strict=True):
+            assert store.free_pages == store.capacity_pages
+            for low, high in map(occupied, extents):
+                assert not any(store.device.medium[low:high]), f"stop {stop}"
+    assert outcomes == {"whole", 2, 1, 0}, "both devices owe it, one still does, none does"
+
+
+def test_a_wipe_waits_for_its_devices_or_is_given_up(tmp_path: Path, devices, made) -> None:
+    with opened(devices) as stores:
+        put(stores, made)
+        home, image = stores.stores[0], stores.image(NAME)
+        home.delete_image(NAME, wipe=True)
+        assert image.shares[1].store.parts, "as if the process had been killed here"
+    with StoreSet.open(devices[:1]) as alone:
+        with pytest.raises(ImageIncompleteError, match=r"is not there; .* without --wipe"):
+            alone.finish_wipes(NAME)
+        assert alone.wipes(NAME)
+    with opened(devices) as stores:
+        assert len(stores.wipes(NAME)) == len(image.shares)
+        put(stores, made)  # in other places
+        assert walker.verify(stores, NAME, full=True).ok
+        size = stores.finish_wipes(NAME, overwrite=False)
+        assert size == sum(end - low for s in image.shares for low, end in map(occupied, s.extents))
+        assert walker.verify(stores, NAME, full=True).ok
 
 
 class _Tagged(list):

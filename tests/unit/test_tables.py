@@ -487,6 +487,27 @@ def test_a_large_tensor_is_sampled_evenly_and_boundedly(tmp_path: Path, monkeypa
 # --- checkpoints that transformers wrote ----------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["a b", "x\ny", "ü.weight", "../up", "", ".weight", "a" * 301])
+def test_a_tensor_whose_name_cannot_be_an_images(tmp_path: Path, name: str) -> None:
+    checkpoints.plain(tmp_path / "c", name=name, rows=3)
+    with (
+        Checkpoint.open(tmp_path / "c") as checkpoint,
+        pytest.raises(UnsupportedTableError, match="cannot name a table") as caught,
+    ):
+        find_tables(checkpoint, tensors=[name])
+    assert "\n" not in str(caught.value)
+
+
+def test_two_tensors_for_one_table_are_refused(tmp_path: Path) -> None:
+    tensors = {name: ("U8", (3, 64), bytes(192)) for name in ("lookup", "lookup.weight")}
+    checkpoints.write_checkpoint(tmp_path / "c", tensors, shards=1)
+    with (
+        Checkpoint.open(tmp_path / "c") as checkpoint,
+        pytest.raises(UnsupportedTableError, match="two tables for lookup"),
+    ):
+        find_tables(checkpoint, tensors=list(tensors))
+
+
 def tiny_model(kind: str):
     transformers = pytest.importorskip("transformers")
     layers = ["sliding_attention"] * 3 + ["full_attention"]

@@ -2,7 +2,8 @@
 
 On the Unix socket the kernel says who the peer is: root, the daemon's own user and members of
 ``api.admin_group`` may change things, everybody else who can connect may read. On TCP whoever
-shows the token may do everything, and nobody else anything.
+shows the token may do everything, who shows a key that was made from it may read, and nobody else
+anything. The dashboard's own files are anybody's: they are in the package that everybody can get.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import socket
 import stat
 import struct
+import time
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,11 +29,14 @@ if TYPE_CHECKING:
     from aiohttp.typedefs import Handler
 
     from tierd.config import ApiSection
+    from tierd.config.remote import ExportsSection
 
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _SO_PEERGROUPS = 59
 _GROUPS_MAX = 256  # as many as Python lets getsockopt return
 TOKEN_BYTES_MIN = 16
+KEY_LASTS_S = 30 * 86_400  # a page that is kept open all day, for a month
+_KEY_PREFIX = "read."
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,10 +46,12 @@ class Caller:
     Attributes:
         name: for logs and limits: ``uid 1000``, or an address.
         may_change: whether changes are allowed.
+        peer: it is another node, which may do what peers may and nothing else.
     """
 
     name: str
     may_change: bool
+    peer: bool = False
 
 
 CALLER = web.RequestKey("caller", Caller)
@@ -53,7 +60,7 @@ CALLER = web.RequestKey("caller", Caller)
 class Access:
     """The rules of one daemon."""
 
-    def __init__(self, settings: ApiSection) -> None:
+    def __init__(self, settings: ApiSection, exports: ExportsSection) -> None:
         """Read the token and look the group up.
 
         Raises:
@@ -61,7 +68,12 @@ class Access:
                 is no such group.
         """
         self._group = _group_id(settings.admin_group) if settings.admin_group else None
-        self._token = _read_token(Path(settings.token_file)) if settings.listen else b""
+        self._token = b""
+        self._peers = b""
+        if settings.listen:
+            self._token = read_token("api.token_file", settings.token_file)
+            if exports.images:
+                self._peers = read_token("exports.token_file", exports.token_file)
 
     def identify(self, request: web.Request) -> Caller:
         """Return who asks.
@@ -89,19 +101,49 @@ class Access:
 
     def _remote(self, request: web.Request) -> Caller:
         kind, _, given = request.headers.get("Authorization", "").partition(" ")
-        right = kind.lower() == "bearer" and hmac.compare_digest(
-            given.strip().encode(errors="replace"), self._token
-        )
-        if not right or not self._token:
+        token = given.strip().encode(errors="replace") if kind.lower() == "bearer" else b""
+        if self._peers and hmac.compare_digest(token, self._peers):
+            return Caller(f"peer {request.remote}", may_change=False, peer=True)
+        right = bool(self._token) and hmac.compare_digest(token, self._token)
+        if not right and self.is_key(given.strip()):
+            return Caller(f"address {request.remote}", may_change=False)
+        if not right:
+            if request.path in PUBLIC:
+                return Caller(f"address {request.remote}", may_change=False)
             raise Problem(
                 HTTPStatus.UNAUTHORIZED,
                 "the token is missing or wrong; send it as: Authorization: Bearer TOKEN "
-                "(it stands in the file that api.token_file names)",
+                "(it stands in the file that api.token_file names; a peer's in exports.token_file)",
                 headers={"WWW-Authenticate": 'Bearer realm="tierd"'},
             )
         return Caller(f"address {request.remote}", may_change=True)
 
+    def make_key(self) -> tuple[str, float] | None:
+        """Return a key that reads and the Unix time when it ends; None where there is no token.
 
+        It is made from the token, so it outlives the daemon and ends with the token.
+        """
+        if not self._token:
+            return None
+        ends = int(time.time()) + KEY_LASTS_S
+        return f"{_KEY_PREFIX}{ends}.{self._sign(ends)}", float(ends)
+
+    def is_key(self, given: str) -> bool:
+        """Tell whether it is a key that was made here and has not ended."""
+        ends, _, signature = given.removeprefix(_KEY_PREFIX).partition(".")
+        if not self._token or not given.startswith(_KEY_PREFIX) or not ends.isascii():
+            return False
+        if not ends.isdecimal() or len(ends) > 12 or int(ends) < time.time():
+            return False
+        signed = self._sign(int(ends)).encode()
+        return hmac.compare_digest(signature.encode(errors="replace"), signed)
+
+    def _sign(self, ends: int) -> str:
+        return hmac.new(self._token, f"tierd read {ends}".encode(), "sha256").hexdigest()
+
+
+# Paths that need nothing on TCP: the dashboard's files, which say nothing of this daemon.
+PUBLIC: set[str] = set()
 ACCESS = web.AppKey("access", Access)
 
 
@@ -112,14 +154,17 @@ async def access_middleware(request: web.Request, handler: Handler) -> web.Strea
     return await handler(request)
 
 
-def require_change(request: web.Request) -> None:
-    """Refuse a change by somebody who may only read.
+def require(request: web.Request, *, changes: bool, peers: bool) -> None:
+    """Refuse a change by somebody who may only read, and a peer whatever is not for peers.
 
     Raises:
         Problem: 403.
     """
-    caller = request[CALLER]
-    if not caller.may_change:
+    # The metrics listener asks nobody who they are, and has nothing that changes.
+    caller = request.get(CALLER, Caller("anybody", may_change=False))
+    if caller.peer and not peers:
+        raise Problem(HTTPStatus.FORBIDDEN, "the token of exports opens /v1/exports alone")
+    if changes and not caller.may_change and not caller.peer:
         raise Problem(
             HTTPStatus.FORBIDDEN,
             f"{caller.name} may read but not change anything here; run as root, or join the "
@@ -127,24 +172,30 @@ def require_change(request: web.Request) -> None:
         )
 
 
-def _read_token(path: Path) -> bytes:
+def read_token(key: str, name: str) -> bytes:
+    """Return the token in a file that only its owner may read.
+
+    Raises:
+        ConfigError: it cannot be read, others can read it, or it is too short.
+    """
+    path = Path(name)
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             token = file.read(4096).strip()
     except OSError as error:
         raise ConfigError(
-            f"api.token_file: {path} cannot be read: {error.strerror}; "
+            f"{key}: {path} cannot be read: {error.strerror}; "
             f"run: (umask 077; openssl rand -hex 32 > {path})"
         ) from None
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigError(
-            f"api.token_file: {path} has mode {stat.S_IMODE(mode):04o}, so others may read the "
+            f"{key}: {path} has mode {stat.S_IMODE(mode):04o}, so others may read the "
             f"token; run: chmod 600 {path}"
         )
     if len(token) < TOKEN_BYTES_MIN:
         raise ConfigError(
-            f"api.token_file: {path} holds {len(token)} characters, a token has at least "
+            f"{key}: {path} holds {len(token)} characters, a token has at least "
             f"{TOKEN_BYTES_MIN}; run: (umask 077; openssl rand -hex 32 > {path})"
         )
     return token

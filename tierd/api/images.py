@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from tierd.api import schemas
+from tierd.api import schemas, tiers
 from tierd.api.access import CALLER
 from tierd.api.common import EDITS, moment
 from tierd.api.jobs import job_answer
@@ -15,10 +15,11 @@ from tierd.api.parse import Flag, Query
 from tierd.api.routing import Call, Routes
 from tierd.daemon import work
 from tierd.daemon.jobs import Job
+from tierd.daemon.recent import ring_sums
 
 if TYPE_CHECKING:
-    from tierd.daemon import Daemon
-    from tierd.daemon.plane import ServedImage
+    from tierd.daemon.plane import DataPlane
+    from tierd.daemon.served import ServedImage
 
 PAGE_BYTES = 4096
 
@@ -59,10 +60,17 @@ async def get_image(call: Call) -> schemas.Image:
 
 @routes.add("DELETE", IMAGE, schemas.Job, query=DeleteQuery, status=202, tagged=True)
 async def delete_image(call: Call) -> schemas.Job | schemas.DryRun:
-    """Delete an image that nobody has attached; a job does it."""
+    """Delete an image that nobody has attached, or finish its wipe; a job does it."""
     query: DeleteQuery = call.query
     plane, catalog = call.daemon.plane, call.daemon.catalog
+    name = f"{call.part('model')}/{call.part('table')}"
     async with call.request.app[EDITS]:
+        if plane.owes_wipe(name) and not query.dry_run:
+            todo = work.finish_wipe(plane, catalog, name, wipe=query.wipe)
+            asked = {"image": name, "wipe": query.wipe}
+            return job_answer(
+                call.daemon.jobs.submit(Job("delete", name, asked, call.request[CALLER].name), todo)
+            )
         image = _named(call)
         call.require_match(_image(image))
         todo = work.delete(plane, catalog, image.info.name, wipe=query.wipe)
@@ -79,30 +87,21 @@ async def delete_image(call: Call) -> schemas.Job | schemas.DryRun:
 async def get_tables(call: Call) -> schemas.Tables:
     """Every table: its window, and the counters of its reads."""
     images = call.daemon.plane.images.values()
-    sums = ring_sums(call.daemon)
-    return schemas.Tables(tables=[_table(image, sums) for image in images])
+    sums = ring_sums(call.daemon.attach)
+    return schemas.Tables(tables=[_table(call.daemon.plane, image, sums) for image in images])
 
 
 @routes.get(TABLE, schemas.Table)
 async def get_table(call: Call) -> schemas.Table:
     """One table."""
-    return _table(_named(call), ring_sums(call.daemon))
-
-
-def ring_sums(daemon: Daemon) -> dict[str, Counter[str]]:
-    """Return image name -> ring counters of all clients, those that have gone included."""
-    sums = {name: Counter(counts) for name, counts in daemon.attach.departed.items()}
-    for client in list(daemon.attach.clients.values()):
-        for ring, image in enumerate(client.attached.images):
-            sums.setdefault(image.info.name, Counter()).update(client.view.stats(ring))
-    return sums
+    return _table(call.daemon.plane, _named(call), ring_sums(call.daemon.attach))
 
 
 def _named(call: Call) -> ServedImage:
     return call.daemon.plane.named(f"{call.part('model')}/{call.part('table')}")
 
 
-def _table(image: ServedImage, sums: dict[str, Counter[str]]) -> schemas.Table:
+def _table(plane: DataPlane, image: ServedImage, sums: dict[str, Counter[str]]) -> schemas.Table:
     info, counts = image.info, sums.get(image.info.name, Counter())
     names = ("lookups", "hits", "misses", "steps", "late_steps", "stall_ns", "failed", "tag_errors")
     return schemas.Table(
@@ -113,7 +112,7 @@ def _table(image: ServedImage, sums: dict[str, Counter[str]]) -> schemas.Table:
         group=info.table.group,
         rows=info.table.rows,
         row_bytes=info.table.row_bytes,
-        tier="disk",
+        tier=tiers.first(image, plane),
         devices=[store.device.path for store in image.striped.stores],
         window_us=image.window_ns / 1000,
         window_source="assumed" if image.window_us is None else "placement",
@@ -146,8 +145,8 @@ def _image(image: ServedImage) -> schemas.Image:
         digest_kind=info.digest_kind,
         tensors=list(table.tensors),
         staged_at=moment(info.staged_at),
-        device=image.store.device.path,
-        device_uuid=image.store.uuid,
+        device=image.place,
+        device_uuid=image.store.uuid if image.local else "",
         extents=image.extents,
         page_version=info.page_version,
         fault="",

@@ -13,11 +13,11 @@ from aiohttp import web
 
 from tierd import __version__
 from tierd.api.doctor import EXAMINATION, verdict
-from tierd.api.images import ring_sums
 from tierd.api.limits import LIMITS
 from tierd.api.routing import Call, Routes
 from tierd.api.streams import PLACES
 from tierd.daemon.jobs import JobState
+from tierd.daemon.recent import ring_sums
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -402,7 +402,7 @@ async def get_metrics(call: Call) -> web.Response:
     """All numbers in Prometheus' text format."""
     daemon = call.daemon
     pumps = await asyncio.to_thread(daemon.plane.stats)
-    rings = _bounded(ring_sums(daemon))
+    rings = _bounded(ring_sums(daemon.attach))
     text = render(Look(daemon, call.request.app, pumps, rings))
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 

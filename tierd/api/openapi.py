@@ -5,6 +5,7 @@ GET /openapi.json
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from pydantic import BaseModel
 
-DOCUMENT = web.AppKey("document", dict)
+RESOURCES = web.AppKey("resources", tuple)
 _REF = "#/components/schemas/{model}"
 
 routes = Routes("openapi", "This interface, for machines.")
@@ -33,11 +34,17 @@ routes = Routes("openapi", "This interface, for machines.")
 @routes.get("/openapi.json", None, tagged=True)
 async def get_openapi(call: Call) -> web.Response:
     """The OpenAPI 3.1 document of this interface."""
-    text = json.dumps(call.request.app[DOCUMENT])
-    tag = f'"{hashlib.sha256(text.encode()).hexdigest()[:32]}"'
+    text, tag = _written(call.request.app[RESOURCES])
     if call.request.headers.get("If-None-Match") == tag:
         return web.Response(status=HTTPStatus.NOT_MODIFIED, headers={"ETag": tag})
     return web.Response(text=text, content_type="application/json", headers={"ETag": tag})
+
+
+@functools.cache
+def _written(resources: tuple[Routes, ...]) -> tuple[str, str]:
+    """Return the document as text, and its ETag; made when first asked for, not at the start."""
+    text = json.dumps(document(resources))
+    return text, f'"{hashlib.sha256(text.encode()).hexdigest()[:32]}"'
 
 
 def document(resources: Sequence[Routes]) -> dict[str, Any]:
@@ -46,7 +53,7 @@ def document(resources: Sequence[Routes]) -> dict[str, Any]:
     names, definitions = _components(endpoints)
     paths: dict[str, Any] = {}
     for endpoint in endpoints:
-        path = re.sub(r"\{(\w+):[^{}]*\}", r"{\1}", endpoint.path)
+        path = public_path(endpoint.path)
         paths.setdefault(path, {})[endpoint.method.lower()] = _operation(endpoint, names)
     return {
         "openapi": "3.1.0",
@@ -71,6 +78,11 @@ def document(resources: Sequence[Routes]) -> dict[str, Any]:
             },
         },
     }
+
+
+def public_path(path: str) -> str:
+    """Return a path without what only the router reads."""
+    return re.sub(r"\{(\w+):[^{}]*\}", r"{\1}", path)
 
 
 def _models(endpoint: Endpoint) -> Iterable[tuple[type[BaseModel], Any]]:

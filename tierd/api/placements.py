@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from tierd.api import schemas
+from tierd.api import schemas, tiers
 from tierd.api.common import EDITS
 from tierd.api.jobs import ChangeQuery, Name
 from tierd.api.parse import Body
 from tierd.api.routing import Call, Routes
 
 if TYPE_CHECKING:
-    from tierd.daemon.plane import DataPlane, ServedImage
-    from tierd.io.store_set import StripedImage
+    from tierd.daemon import Daemon
+    from tierd.daemon.served import ServedImage
 
 WINDOW_US_MAX = 10_000_000.0
 
@@ -40,7 +40,7 @@ class PlacementsEdit(Body):
 @routes.get("/v1/placements", schemas.Placements, tagged=True)
 async def get_placements(call: Call) -> schemas.Placements:
     """Every table's placement."""
-    return _all(call.daemon.plane)
+    return _all(call.daemon)
 
 
 @routes.add(
@@ -58,7 +58,7 @@ async def patch_placements(call: Call) -> schemas.Placements | schemas.DryRun:
     """
     plane = call.daemon.plane
     async with call.request.app[EDITS]:
-        call.require_match(_all(plane))
+        call.require_match(_all(call.daemon))
         wanted = {one.image: one.window_us for one in call.body.placements}
         before = {name: plane.named(name).window_us for name in wanted}
         changed = {name: window for name, window in wanted.items() if window != before[name]}
@@ -70,21 +70,18 @@ async def patch_placements(call: Call) -> schemas.Placements | schemas.DryRun:
         if changed:
             await asyncio.to_thread(plane.place, changed)
             call.daemon.catalog.record("placed", "", windows_us=changed)
-        return _all(plane)
+        return _all(call.daemon)
 
 
-def _all(plane: DataPlane) -> schemas.Placements:
-    served = sorted(plane.images.values(), key=lambda image: image.info.name)
-    return schemas.Placements(placements=[_placement(image) for image in served])
+def _all(daemon: Daemon) -> schemas.Placements:
+    served = sorted(daemon.plane.images.values(), key=lambda image: image.info.name)
+    return schemas.Placements(placements=[_placement(daemon, image) for image in served])
 
 
-def _placement(image: ServedImage) -> schemas.Placement:
-    tiers = [_tier(each) for each in (image.striped, *image.copies)]
-    return schemas.Placement(image=image.info.name, tiers=tiers, window_us=image.window_us)
-
-
-def _tier(image: StripedImage) -> schemas.Tier:
-    return schemas.Tier(tier="disk", devices=[store.device.path for store in image.stores])
+def _placement(daemon: Daemon, image: ServedImage) -> schemas.Placement:
+    return schemas.Placement(
+        image=image.info.name, tiers=tiers.answer(daemon, image), window_us=image.window_us
+    )
 
 
 def _us(window: float | None) -> str:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     Handler = Callable[["Call"], Awaitable[Any]]  # a model, or a finished response
 
+COMPRESS_BYTES_MIN = 4096  # of an answer; only for those who say that they take it so
 CHANGING = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 
 
@@ -44,6 +45,7 @@ class Endpoint:
         tagged: its answer has an ETag; ``If-None-Match`` and, for changes, ``If-Match`` count.
         stream: events are sent to who accepts text/event-stream; the model of one event's data.
         text: its answer is plain text, not JSON.
+        peers: other nodes may call it, with the token of exports.
     """
 
     method: str
@@ -57,6 +59,7 @@ class Endpoint:
     tagged: bool = False
     stream: type[BaseModel] | None = None
     text: bool = False
+    peers: bool = False
 
     @property
     def changes(self) -> bool:
@@ -75,8 +78,7 @@ class Endpoint:
 
     async def __call__(self, request: web.Request) -> web.StreamResponse:
         """Judge, parse, handle, answer."""
-        if self.changes:
-            access.require_change(request)
+        access.require(request, changes=self.changes, peers=self.peers)
         query = parse.query(request, self.query)
         body = None if self.body is None else await parse.body(request, self.body)
         result = await self.handler(Call(request, request.app[DAEMON], query, body))
@@ -96,9 +98,12 @@ class Endpoint:
             tag = headers["ETag"] = etag(result)
             if tag in _tags(request, "If-None-Match") and not hasattr(result, "volatile"):
                 return web.Response(status=HTTPStatus.NOT_MODIFIED, headers=headers)
-        return web.Response(
+        response = web.Response(
             text=text, status=status, content_type="application/json", headers=headers
         )
+        if len(text) > COMPRESS_BYTES_MIN:
+            response.enable_compression()
+        return response
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

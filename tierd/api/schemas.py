@@ -60,6 +60,7 @@ class Pump(Answer):
     reads: int
     retries: int
     next_tier: int  # pages read from a copy of the image, after the retry
+    passed_over: int  # pages whose first tier, a peer, was known to be away
     crc_checked: int
     in_flight: int
     in_flight_max: int
@@ -111,6 +112,29 @@ class Scrub(Answer):
     fault: str  # why it gave up; "" while it has not
 
 
+class Peer(Answer):
+    """A node whose exports are read here."""
+
+    name: str
+    up: bool
+    reason: str  # why it is not up; ""
+    transport: str
+    connects: int
+    images: list[str]  # read from it now
+
+
+class DramImage(Answer):
+    """An image in this node's memory, or on its way there."""
+
+    image: str
+    state: str  # loading, ready or failed
+    reason: str  # why it failed; ""
+    pages: int
+    loaded_pages: int
+    size_bytes: int
+    memory: str  # huge pages, or why not; "" before there is any
+
+
 class Status(Answer):
     """GET /v1/status."""
 
@@ -132,6 +156,10 @@ class Status(Answer):
     history: History
     scrub: Scrub
     session_faults: int
+    dram: list[DramImage]  # images that GPUs of this node read from its memory
+    exports: int  # images that other nodes may read, or soon will
+    exports_fault: str  # why nothing can be exported; ""
+    peers: list[Peer]
     lossy: list[LossyTable]  # tables whose never-seen rows are served as zero
     refusals: list[Refusal]  # engines of versions that are not served, newest last
     doctor: Verdict
@@ -359,7 +387,7 @@ class Table(Answer):
     group: str
     rows: int
     row_bytes: int
-    tier: Literal["disk"]
+    tier: Literal["disk", "remote"]
     devices: list[str]
     window_us: float  # what the pumps order reads by
     window_source: Literal["assumed", "placement"]
@@ -385,8 +413,80 @@ class Tables(Answer):
 class Tier(Answer):
     """One place that a table's rows are read from."""
 
-    tier: Literal["disk"]
-    devices: list[str]
+    tier: Literal["dram", "disk", "remote"]
+    devices: list[str]  # of a remote tier: the peer
+    why: str  # it stands where it stands; for a remote one that is away: why it is
+    linked: bool | None = None  # whether a remote one can be read now
+    read_us: float | None = None  # of `read_pages` drawn pages, when it was linked
+    read_pages: int = 0
+    transport: str = ""
+    mtu: int = 0
+    gid: str = ""
+
+
+class Export(Answer):
+    """An image that other nodes may read."""
+
+    name: str
+    image_id: str
+    generation: int
+    fingerprint: str
+    pages: int
+    size_bytes: int
+    state: str  # loading, ready or failed
+    reason: str  # why it failed; ""
+    loaded_pages: int
+    memory: str  # huge pages, or why not
+
+
+class ExportSession(Answer):
+    """A peer that may read."""
+
+    peer: str
+    since: str
+    links: int
+
+
+class Exports(Answer):
+    """GET /v1/exports."""
+
+    fault: str  # why nothing can be exported; ""
+    transport: str  # verbs or nixl; "" before it is open
+    ways: list[str]  # how peers reach it, best first
+    exports: list[Export]
+    sessions: list[ExportSession]
+
+
+class PeerAnswer(Answer):
+    """What a peer needs to read: docs/operating/remote.md."""
+
+    session: str
+    lease_s: float
+    revision: int
+    version: int
+    # Of verbs:
+    port: dict[str, Any] | None = None
+    gid: dict[str, Any] | None = None
+    peer_gid: dict[str, Any] | None = None
+    mtu: int = 0
+    read_depth: int = 0
+    links: list[list[tuple[int, int]]] = []
+    # Of NIXL: its agent's metadata, base64.
+    agent: str = ""
+    images: list[dict[str, Any]]
+
+
+class PeerRenewed(Answer):
+    """A session goes on."""
+
+    lease_s: float
+    revision: int
+
+
+class PeerClosed(Answer):
+    """A session is over."""
+
+    closed: bool
 
 
 class Placement(Answer):

@@ -17,20 +17,23 @@ from tierd.api import (
     devices,
     doctor,
     events,
+    exports,
     health,
     images,
     jobs,
     kv,
     metrics,
     openapi,
+    overview,
+    pages,
     placements,
+    session,
     status,
 )
 from tierd.api.access import ACCESS, Access, access_middleware
 from tierd.api.common import DAEMON, EDITS
 from tierd.api.doctor import EXAMINATION, Examination
 from tierd.api.limits import LIMITS, Limits, count_middleware, limits_middleware
-from tierd.api.openapi import DOCUMENT
 from tierd.api.problems import problem_middleware
 from tierd.api.streams import PLACES, Places
 from tierd.config.listen import is_loopback, parse_listen
@@ -56,17 +59,20 @@ LINGER_S = 1.0
 
 RESOURCES: tuple[Routes, ...] = (
     status.routes,
+    overview.routes,
     devices.routes,
     images.routes,
     placements.routes,
     clients.routes,
     kv.routes,
+    exports.routes,
     controller.routes,
     jobs.routes,
     events.routes,
     doctor.routes,
     health.routes,
     metrics.routes,
+    session.routes,
     openapi.routes,
 )
 READ_ONLY: tuple[Routes, ...] = (health.routes, metrics.routes)
@@ -83,12 +89,13 @@ def make_app(daemon: Daemon) -> web.Application:
         middlewares=[count_middleware, problem_middleware, access_middleware, limits_middleware],
         client_max_size=BODY_BYTES_MAX,
     )
-    app[ACCESS] = Access(settings)
+    app[ACCESS] = Access(settings, daemon.settings.exports)
     app[LIMITS] = Limits(settings.requests_per_s, settings.connections_max)
     app[PLACES] = Places(settings.streams_max)
     app[EXAMINATION] = Examination()
-    app[DOCUMENT] = openapi.document(RESOURCES)
+    app[openapi.RESOURCES] = RESOURCES
     _share(app, daemon, RESOURCES)
+    pages.add_to(app)
     return app
 
 

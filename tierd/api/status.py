@@ -14,6 +14,7 @@ from tierd.api.routing import Call, Routes
 
 if TYPE_CHECKING:
     from tierd.daemon import Daemon
+    from tierd.daemon.dram import Held
 
 routes = Routes("status", "The daemon: what it is, what it serves, how it is.")
 
@@ -59,6 +60,20 @@ def _status(
         totals=_totals(daemon),
         history=schemas.History(degraded=daemon.catalog.degraded, lost=daemon.catalog.lost),
         scrub=schemas.Scrub(**daemon.scrubber.status()),
+        dram=[_in_memory(held) for held in daemon.attach.dram.listing()],
+        exports=len(daemon.exports.listing()),
+        exports_fault=daemon.exports.fault,
+        peers=[
+            schemas.Peer(
+                name=peer.name,
+                up=peer.up,
+                reason=peer.reason,
+                transport=peer.transport,
+                connects=peer.connects,
+                images=plane.read_from(peer.name),
+            )
+            for peer in daemon.peers
+        ],
         session_faults=daemon.attach.faults,
         lossy=[
             schemas.LossyTable(image=one.name, seen_set=str(one.path), seen_share=one.share)
@@ -69,6 +84,19 @@ def _status(
             for r in daemon.attach.refusals
         ],
         doctor=doctor,
+    )
+
+
+def _in_memory(held: Held) -> schemas.DramImage:
+    memory = held.memory
+    return schemas.DramImage(
+        image=held.image.info.name,
+        state=held.state,
+        reason=held.reason,
+        pages=held.image.info.pages,
+        loaded_pages=held.loaded,
+        size_bytes=0 if memory is None else memory.size,
+        memory="" if memory is None else memory.page_kind,
     )
 
 

@@ -21,6 +21,10 @@ COMMANDS = {
         "controller",
         "Let the controller move no ways, or go back on what it moved; `tierd explain` shows it.",
     ),
+    "dashboard": (
+        "dashboard",
+        "Show the daemon to a browser, read-only, on a loopback port, until Ctrl-C.",
+    ),
     "demo": ("serving", "See tierd at work on tiny checkpoints, with every row compared."),
     "devices": ("devices", "List devices, make them ready, look into them."),
     "doctor": (
@@ -50,7 +54,7 @@ COMMANDS = {
     ),
     "reference": (
         "machine",
-        "Print docs/cli.md or docs/metrics.md; see also `tierd config reference`.",
+        "Print docs/cli.md, docs/metrics.md or docs/rest.md; see also `tierd config reference`.",
     ),
     "run": ("serving", "Run COMMAND with the engine hook: its tables are served by the daemon."),
     "serve": (

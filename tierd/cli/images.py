@@ -97,6 +97,7 @@ def copy(image: str, devices: tuple[str, ...], targets: tuple[str, ...], as_json
 @click.argument("image", metavar="MODEL/TABLE")
 @devices_option(required=False)
 @click.option("--wipe", is_flag=True, help="Overwrite its bytes with zeroes, and read them back.")
+@click.option("--parts", is_flag=True, help="Only what DEVICE holds of it; its home is gone.")
 @api_option
 @config_option
 @json_option
@@ -104,6 +105,7 @@ def delete(
     image: str,
     devices: tuple[str, ...],
     wipe: bool,
+    parts: bool,
     api_socket: str | None,
     config_path: Path | None,
     as_json: bool,
@@ -112,9 +114,17 @@ def delete(
 
     Refused while an engine reads the image. Where a daemon serves the devices, it does the work.
     Without --device the image is looked for on the daemon's devices, or on the configured ones.
+    With --parts the daemon must not serve the devices.
     """
     from tierd.tools import offline, show
 
+    if parts:
+        given = offline.delete_parts(devices or configured_devices(config_path), image, wipe=wipe)
+        if as_json:
+            print_json(given)
+        else:
+            click.echo(f"{image}: parts given up, {show.size(given['size_bytes'])}")
+        return
     serving = jobs.daemon_of(devices, api_socket, config_path)
     if serving is not None:
         result = jobs.delete_image(serving.path, image, wipe=wipe, quiet=as_json)
@@ -127,7 +137,8 @@ def delete(
     if as_json:
         print_json(gone)
         return
-    click.echo(f"{image}: deleted{', wiped' if wipe else ''}, {show.size(gone['size_bytes'])}")
+    what = "its wipe is given up" if gone["given_up"] else f"deleted{', wiped' if wipe else ''}"
+    click.echo(f"{image}: {what}, {show.size(gone['size_bytes'])}")
     for path in gone["parts_kept_on"]:
         click.echo(f"note: {path} is not there; it gives its part up when it is opened again")
 

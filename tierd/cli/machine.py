@@ -121,11 +121,13 @@ def completion(shell: str) -> None:
 
 
 @cli.command()
-@click.argument("page", type=click.Choice(["cli", "metrics"]))
+@click.argument("page", type=click.Choice(["cli", "metrics", "rest"]))
 def reference(page: str) -> None:
-    """Print docs/cli.md or docs/metrics.md; see also `tierd config reference`."""
+    """Print docs/cli.md, docs/metrics.md or docs/rest.md; see also `tierd config reference`."""
     if page == "cli":
         from tierd.cli.reference import markdown
+    elif page == "rest":
+        from tierd.api.reference import markdown
     else:
         from tierd.api.metrics import markdown
 

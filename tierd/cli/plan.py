@@ -108,6 +108,7 @@ def plan(
 def explain(api_socket: str | None, config_path: Path | None, as_json: bool) -> None:
     """Say what the controller sees and decides: measured beside predicted, with reasons."""
     state = ask(api_socket, config_path, "/v1/controller")
+    state["placements"] = ask(api_socket, config_path, "/v1/placements")["placements"]
     if as_json:
         print_json(state)
         return

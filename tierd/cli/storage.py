@@ -137,6 +137,8 @@ def verify(
     if as_json:
         print_json({"images": [report.to_json() for report in reports]})
     else:
+        if not reports:
+            click.echo("no images, so nothing was verified")
         for report in reports:
             _print_report(report, compared=checkpoint is not None)
     for report in reports:

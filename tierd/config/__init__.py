@@ -14,12 +14,15 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from tierd.config.dram import DramSection
 from tierd.config.explain import wrong_unit
 from tierd.config.layers import ENV_PREFIX, Layer, nest, place, read_file
 from tierd.config.listen import check_listeners
+from tierd.config.remote import ExportsSection, RemoteSection, check_remote
+from tierd.config.section import Section
 from tierd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,12 +42,6 @@ def _parse_mode(value: object) -> object:
 
 
 FileMode = Annotated[int, BeforeValidator(_parse_mode), Field(ge=0, le=0o777)]
-
-
-class Section(BaseModel):
-    """Base of the sections: closed and immutable."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class DaemonSection(Section):
@@ -368,6 +365,9 @@ class Settings(BaseSettings):
     io: IoSection = IoSection()
     channel: ChannelSection = ChannelSection()
     kv: KvSection = KvSection()
+    dram: DramSection = DramSection()
+    exports: ExportsSection = ExportsSection()
+    remote: RemoteSection = RemoteSection()
     controller: ControllerSection = ControllerSection()
     lossy: LossySection = LossySection()
     catalog: CatalogSection = CatalogSection()
@@ -383,6 +383,7 @@ class Settings(BaseSettings):
         if paths.engine_socket == paths.api_socket:
             raise ValueError(f"engine.socket and api.socket are both {paths.api_socket}")
         check_listeners(self.api, self.metrics)
+        check_remote(self.exports, self.remote, self.api)
         for device in self.devices.paths:
             if self.devices.paths.count(device) > 1:
                 raise ValueError(f"devices.paths lists {device} twice")

@@ -24,9 +24,10 @@ from pydantic import BaseModel, Field, ValidationError
 
 from tierd import __version__
 from tierd.daemon import claims, lossy
+from tierd.daemon.dram import DramImages
 from tierd.daemon.kv import KvLeases
-from tierd.daemon.plane import by_store, image_map
 from tierd.daemon.rings import ChannelView
+from tierd.daemon.served import by_store, image_map
 from tierd.errors import AttachError, TierdError
 from tierd.io import wire
 
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 
     from tierd.catalog import Catalog
     from tierd.config import Settings
-    from tierd.daemon.plane import Attached, DataPlane, ServedImage
+    from tierd.daemon.plane import Attached, DataPlane
+    from tierd.daemon.served import ServedImage
     from tierd.io.pool import Lease
 
 log = structlog.get_logger("tierd.daemon.attach")
@@ -65,7 +67,7 @@ class CacheOf(BaseModel):
 
     sets: int = Field(ge=1, le=1 << 27)
     row_bytes: int = Field(ge=1, le=4096)
-    ways: dict[int, Annotated[int, Field(ge=0, le=32)]] = Field(max_length=64)
+    ways: dict[Annotated[int, Field(ge=0, lt=64)], Annotated[int, Field(ge=0, le=32)]]
 
 
 class AttachRequest(BaseModel):
@@ -101,7 +103,10 @@ class AttachedClient:
         """Whether nobody would notice if this daemon were gone."""
         rings = range(len(self.view.rings))
         if self.view.guarded:
-            return all(map(self.view.handed_over, rings))
+            images = self.attached.images
+            # Nobody else can serve what lies at peers alone.
+            guarded = [ring for ring in rings if images[ring % len(images)].local]
+            return all(map(self.view.handed_over, guarded))
         return not any(map(self.view.outstanding, rings))
 
 
@@ -135,6 +140,7 @@ class AttachServer:
         self.boot_id = boot_id
         self.lossy = lossy.find(settings.lossy, plane.images.values())
         self.clients: dict[str, AttachedClient] = {}
+        self.dram = DramImages(settings.dram, plane)
         self.kv = KvLeases(settings.kv.pool_bytes)
         self.departed: dict[str, Counter[str]] = {}
         self.faults = 0
@@ -316,6 +322,7 @@ class _Session:
         if len(fds) != 1:
             raise AttachError("attach needs one descriptor, the channel's memfd")
         _check_ranks(request, server.settings.engine.expected_ranks)
+        _check_caches(request)
         wanted = [
             server.plane.find(int(ref.image_id, 16), ref.generation) for ref in request.images
         ]
@@ -396,7 +403,7 @@ class _Session:
         server = self._server
         text = json.dumps(image_map(wanted)).encode()
         stores = by_store(wanted)
-        answer = {
+        answer: dict[str, Any] = {
             "ok": True,
             "client": client.client_id,
             "devices": [{"uuid": store.uuid, "path": store.device.path} for store, _ in stores],
@@ -409,10 +416,22 @@ class _Session:
             fds.append(_memory_file("tierd-map", text))
             # Each carries leases: while this client lives, its images' extents are not reused.
             fds.extend(store.reader_fd(images) for store, images in stores)
+            if client.view.on_gpu:
+                answer["dram"] = self._take_dram(wanted, fds)
         except BaseException:
             wire.close_all(fds)
             raise
         return answer, fds
+
+    def _take_dram(self, wanted: Sequence[ServedImage], fds: list[int]) -> list[dict[str, int]]:
+        """Append the memory files of those images that have one; return which, in that order."""
+        found = []
+        for index, image in enumerate(wanted):
+            taken = self._server.dram.take(image)
+            if taken is not None:
+                fds.append(taken[0])
+                found.append({"image": index, "bytes": taken[1]})
+        return found
 
     async def _drop(self, why: str) -> None:
         client, self._client = self._client, None
@@ -495,6 +514,12 @@ def _check_ranks(request: AttachRequest, expected: int) -> None:
             f"the engine has {request.world} ranks; "
             f"engine.expected_ranks of the daemon is {expected}"
         )
+
+
+def _check_caches(request: AttachRequest) -> None:
+    rings = Counter(ring for cache in request.caches for ring in cache.ways)
+    if twice := [ring for ring, count in rings.items() if count > 1]:
+        raise AttachError(f"attach: ring {twice[0]} is in two caches; each ring is in one")
 
 
 def _memory_file(name: str, data: bytes) -> int:

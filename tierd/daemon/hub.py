@@ -43,9 +43,14 @@ class Listener:
 
 
 class Hub:
-    """All listeners of one daemon."""
+    """All listeners of one daemon.
+
+    Attributes:
+        last_id: number of the newest event, 0 before the first.
+    """
 
     def __init__(self) -> None:
+        self.last_id = 0
         self._lock = threading.Lock()
         self._listeners: set[Listener] = set()
         self._closed = False
@@ -67,6 +72,7 @@ class Hub:
     def publish(self, event: dict[str, Any]) -> None:
         """Hand an event to every listener; from any thread."""
         with self._lock:
+            self.last_id = max(self.last_id, event["id"])
             for listener in self._listeners:
                 listener.offer(event)
 

@@ -31,7 +31,7 @@ class LeaseRequest(BaseModel):
     """The kv_lease message; unknown keys are those of newer engines and are ignored."""
 
     engine: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[ -~]+$")]
-    bytes: int = Field(ge=1, lt=1 << 48)
+    bytes: int = Field(ge=1, lt=1 << 48, strict=True)
 
 
 class KvLeases:
@@ -97,11 +97,21 @@ class KvLeases:
         return lease, answer, [os.dup(self._pool.fd)]
 
     async def release(self, lease: Lease) -> None:
-        """Take a lease back; its memory goes to the system before anybody else may have it."""
+        """Take a lease back; its memory goes to the system before anybody else may have it.
+
+        What its owner counted is departed as soon as the lease is gone: sums never fall. A part
+        whose memory the system does not take stays closed: its KV must not reach another engine.
+        """
         assert self._pool is not None
         counted = self._pool.counters(lease.number)
-        await asyncio.to_thread(self._pool.release, lease.number)
+        self._pool.withdraw(lease.number)
         self.departed.update({n: v for n, v in counted.items() if n not in LEVELS})
+        try:
+            await asyncio.to_thread(self._pool.punch, lease)
+        except OSError as error:
+            log.error("kv memory not returned", lease=lease.number, error=str(error))
+            return
+        self._pool.free(lease)
         log.info("kv released", lease=lease.number, owner=lease.owner)
 
     def close(self) -> None:

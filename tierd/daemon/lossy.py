@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from tierd.config import LossySection
-    from tierd.daemon.plane import ServedImage
+    from tierd.daemon.served import ServedImage
 
 log = structlog.get_logger("tierd.daemon.lossy")
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from tierd.daemon.remote_tiers import RemoteTier, difference, nowhere_here
+from tierd.daemon.served import WINDOW_KEY, ServedImage, extent_array, placed_window_us
 from tierd.errors import (
     AttachError,
     ConfigError,
@@ -38,71 +40,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tierd.config import Settings
-    from tierd.io.extent_table import Part, StoredImage
     from tierd.io.store_set import StripedImage
     from tierd.types import ImageInfo
 
-# Until a probe has measured them, windows are taken to grow by this much a layer: only their
-# order matters to a pump, and deeper layers do read later.
-LAYER_NS = 200_000
 COPIES_MAX = 7  # of an image that a pump reads; kTableCopiesMax in the core
-WINDOW_KEY = "window_us"  # in a placement on the device
 BEAT_WAIT_S = 0.5
 STATS_MS = 1000  # for a pump to answer; its loop turns in far less
 STOP_MS = 1000
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class ServedImage:
-    """An image and where it lies.
-
-    Attributes:
-        striped: the image and the stores that hold it: its first tier.
-        leases: descriptors; while one is open, its extents are not reused, and it is not deleted.
-        copies: the same pages on other devices: its next tiers, in order.
-        window_us: what the operator said that its window is; None leaves it to others.
-        tables: its handle in each pump.
-        clients: how many clients have attached it now.
-    """
-
-    striped: StripedImage
-    leases: list[int]
-    copies: list[StripedImage] = dataclasses.field(default_factory=list)
-    window_us: float | None = None
-    tables: list[int] = dataclasses.field(default_factory=list)
-    clients: int = 0
-
-    @property
-    def info(self) -> ImageInfo:
-        """What the home device's root says of it."""
-        return self.striped.info
-
-    @property
-    def store(self) -> Store:
-        """The store on its home device."""
-        return self.striped.home
-
-    @property
-    def extents(self) -> int:
-        """In how many contiguous runs its pages lie, on all its devices."""
-        return sum(len(share.extents) for share in self.striped.shares)
-
-    def lease(self) -> None:
-        """Take the leases, for as long as a pump may read it."""
-        for store, held in by_store([self]):
-            self.leases.append(store.reader_fd(held))
-
-    def release(self) -> None:
-        """Give the leases up."""
-        while self.leases:
-            os.close(self.leases.pop())
-
-    @property
-    def window_ns(self) -> int:
-        """Time from step start until its layer reads, as far as known."""
-        if self.window_us is not None:
-            return round(self.window_us * 1000)
-        return (self.info.table.layer + 1) * LAYER_NS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,6 +79,7 @@ class DataPlane:
         self._loads: list[int] = []
         self._devices: list[dict[str, int]] = []  # per pump: store's uuid -> the pump's number
         self._retired: list[ServedImage] = []  # replaced or deleted, and still attached
+        self._adopted: dict[int, ServedImage] = {}  # that only peers hold, by image id
         self.stores: list[Store] = []
         self.absent: dict[str, str] = {}
         self.notes: list[str] = []
@@ -145,6 +90,11 @@ class DataPlane:
         self.pumps: list[Any] = []
         self.stuck = False
         self._stats: dict[int, dict[str, Any]] = {}
+
+    @property
+    def remote_first(self) -> bool:
+        """Whether peers are asked before the devices here."""
+        return self._settings.remote.order == "first"
 
     @classmethod
     def open(cls, settings: Settings) -> Self:
@@ -175,9 +125,12 @@ class DataPlane:
 
     def _open_stores(self) -> None:
         errors: list[DeviceError] = []
+        paths: list[str] = []
         for name in self._settings.devices.paths:
             try:
-                self.stores.append(Store.open(find_devices.resolve(name), write=True))
+                paths.append(find_devices.resolve(name))
+                find_devices.require_distinct(paths)
+                self.stores.append(Store.open(paths[-1], write=True))
             except (DeviceMissingError, DeviceFailedError, DeviceDamagedError) as error:
                 self.absent[name] = str(error)
                 errors.append(error)
@@ -185,6 +138,7 @@ class DataPlane:
             raise errors[0]
         self.store_set = StoreSet(self.stores)
         self.notes = self.store_set.notes + self.store_set.reclaim()
+        self.notes += self.store_set.wipe_notes()
 
     def _collect_images(self) -> None:
         """Look through the stores; images that are served already stay the same objects."""
@@ -213,6 +167,13 @@ class DataPlane:
             or ServedImage(first, [], copies, placed_window_us(first))
             for image_id, (first, *copies) in found.items()
         }
+        # What is here by itself now is no more adopted.
+        self._adopted = {
+            image_id: image
+            for image_id, image in self._adopted.items()
+            if image_id not in self.images and image.info.name not in names
+        }
+        self.images = {**self.images, **self._adopted}
         self.incomplete, self.shadowed = incomplete, shadowed
         for served in self.images.values():
             if not served.leases:
@@ -228,6 +189,8 @@ class DataPlane:
             park_us=wanted.park_us,
             crc_sample=self._settings.io.crc_sample,
             cpu=-1 if wanted.cpu < 0 else wanted.cpu + number,
+            remote=bool(self._settings.remote.peers),
+            remote_hold_ms=self._settings.remote.hold_ms,
         )
         self._stats[number] = dict(pump.stats())
         self.pumps.append(pump)
@@ -241,16 +204,30 @@ class DataPlane:
         pump.start()
 
     def _add_table(self, number: int, image: ServedImage) -> None:
+        first, *others = self._tiers(number, image)
         table = self.pumps[number].add_table(
             image_id=image.info.image_id,
             generation=image.info.generation,
             row_bytes=image.info.table.row_bytes,
             rows=image.info.table.rows,
             window_ns=image.window_ns,
-            extents=_extent_array(image.striped, self._devices[number]),
-            copies=[_extent_array(copy, self._devices[number]) for copy in image.copies],
+            extents=first,
+            copies=others[:COPIES_MAX],
         )
         image.tables.append(table)
+
+    def _tiers(self, number: int, image: ServedImage) -> list[NDArray[np.uint64]]:
+        """Return where a pump finds an image, in order. Peers are away until they are linked."""
+        remote = self._settings.remote
+        there = []
+        for peer in remote.peers:
+            tier = image.remotes.setdefault(peer, RemoteTier(peer))
+            tier.devices.append(self.pumps[number].add_remote())
+            there.append(np.array([[0, image.info.pages, tier.devices[number], 0]], np.uint64))
+        disks = [image.striped, *image.copies] if image.local else []
+        here = [extent_array(one, self._devices[number]) for one in disks]
+        # The first tier is tried twice; behind peers the first device has its second try last.
+        return [*there, *here, *here[:1]] if self.remote_first and there else [*here, *there]
 
     def refresh(self) -> None:
         """Serve what the stores hold now: what was staged meanwhile, and no more what was deleted.
@@ -270,9 +247,82 @@ class DataPlane:
     def _drop_retired(self) -> None:
         for image in [each for each in self._retired if not each.clients]:
             self._retired.remove(image)
-            for pump, table in zip(self.pumps, image.tables, strict=False):
+            for number, (pump, table) in enumerate(zip(self.pumps, image.tables, strict=False)):
                 pump.remove_table(table)
+                for tier in image.remotes.values():
+                    pump.remove_device(tier.devices[number])
             image.release()
+
+    # --- peers -----------------------------------------------------------------------------------
+
+    def remote_tiers(self, peer: str, offered: Sequence[ImageInfo]) -> dict[int, RemoteTier]:
+        """Return, by image id, the tiers that what a peer offers can become.
+
+        A table of a name that nothing here has is served from now on, from peers alone. Why
+        something does not fit stands in its tier's ``reason``.
+        """
+        with self._lock:
+            for info in offered:
+                self._adopt(info)
+            self._drop_retired()
+            by_id = {info.image_id: info for info in offered}
+            found = {}
+            for image_id, image in self.images.items():
+                tier = image.remotes[peer]
+                there = by_id.get(image_id)
+                tier.seen = True
+                tier.reason = "the peer does not export it"
+                if there is not None:
+                    tier.reason = difference(image.info, there)
+                if not tier.reason:
+                    found[image_id] = tier
+            return found
+
+    def _adopt(self, info: ImageInfo) -> None:
+        known = self.images.get(info.image_id)
+        if known is not None:
+            stale = known.info.generation < info.generation
+            linked = any(tier.linked for tier in known.remotes.values())
+            if known.local or not stale or linked:
+                return
+            self._retired.append(self._adopted.pop(info.image_id))
+        elif info.name in {image.info.name for image in self.images.values()}:
+            return  # another staging of it is served here
+        image = ServedImage(nowhere_here(info), [])
+        for number in range(len(self.pumps)):
+            self._add_table(number, image)
+        self._adopted[info.image_id] = image
+        self.images = {**self.images, info.image_id: image}
+
+    def link_peer(self, links: Sequence[Any], usable: Sequence[tuple[RemoteTier, Any]]) -> bool:
+        """Let each pump read these tiers through its link; False if one failed meanwhile."""
+        with self._lock:
+            whole = all(
+                pump.link_remote(link, {tier.devices[n]: places for tier, places in usable})
+                for n, (pump, link) in enumerate(zip(self.pumps, links, strict=True))
+            )
+            for tier, _ in usable:
+                tier.linked = whole
+        return whole
+
+    def unlink_peer(self, peer: str, links: Sequence[Any], why: str) -> None:
+        """End a peer's links: its tiers are away."""
+        with self._lock:
+            for pump, link in zip(self.pumps, links, strict=False):
+                pump.drop_link(link, why)
+            for image in self.images.values():
+                tier = image.remotes.get(peer)
+                if tier is not None and tier.linked:
+                    tier.linked, tier.reason = False, why
+
+    def read_from(self, peer: str) -> list[str]:
+        """Return the names of the images that are read from a peer now."""
+        linked = [image for image in self.images.values() if image.remotes[peer].linked]
+        return sorted(image.info.name for image in linked)
+
+    def remote_wanted(self, peer: str) -> bool:
+        """Whether there are images that the peer has not been asked for yet."""
+        return any(not image.remotes[peer].seen for image in self.images.values())
 
     def delete(self, name: str, *, wipe: bool = False) -> None:
         """Delete an image that nobody has attached.
@@ -284,6 +334,7 @@ class DataPlane:
         """
         with self._lock:
             image = self.named(name)
+            image.require_local()
             if image.clients:
                 raise DeviceBusyError(
                     f"image {name} is attached by {image.clients} clients, so it cannot be "
@@ -298,6 +349,11 @@ class DataPlane:
         finally:
             self.refresh()  # it is served again if it is still there
 
+    def owes_wipe(self, name: str) -> bool:
+        """Whether there is no such image any more, and its wipe was cut off."""
+        served = any(image.info.name == name for image in self.images.values())
+        return not served and bool(self.store_set.wipes(name))
+
     def place(self, windows_us: Mapping[str, float | None]) -> None:
         """Set windows of images, all or none; clients that attach from now on get them.
 
@@ -307,6 +363,7 @@ class DataPlane:
         """
         by_home: dict[str, dict[str, float | None]] = {}
         for name, window in windows_us.items():
+            self.named(name).require_local()
             by_home.setdefault(self.named(name).store.uuid, {})[name] = window
         done: list[tuple[Store, dict[str, dict[str, Any] | None]]] = []
         try:
@@ -418,6 +475,10 @@ class DataPlane:
                 self._stats[number] = dict(pump.stats(STATS_MS))
         return [self._stats[number] for number in sorted(self._stats)]
 
+    def device_names(self, pump: int) -> dict[int, str]:
+        """Return a pump's numbers of devices -> their stores' UUIDs."""
+        return {number: uuid for uuid, number in self._devices[pump].items()}
+
     def is_beating(self) -> bool:
         """Wake every pump and tell whether its loop counter moves within half a second."""
         before = [pump.beats for pump in self.pumps]
@@ -455,23 +516,6 @@ class DataPlane:
         self.stores.clear()
 
 
-def image_map(images: Sequence[ServedImage]) -> dict[str, Any]:
-    """Return the image map of protocol.md."""
-    return {
-        "images": [
-            {
-                "image_id": f"{image.info.image_id:016x}",
-                "generation": image.info.generation,
-                "row_bytes": image.info.table.row_bytes,
-                "rows": image.info.table.rows,
-                "devices": _shares_json(image.striped),
-                "copies": [_shares_json(copy) for copy in image.copies],
-            }
-            for image in images
-        ]
-    }
-
-
 def _placed(placement: dict[str, Any] | None, window: float | None) -> dict[str, Any] | None:
     """Return a placement with another window; None if nothing is left in it."""
     rest = {key: value for key, value in (placement or {}).items() if key != WINDOW_KEY}
@@ -485,39 +529,3 @@ def _unchanged(
     wanted = (first, copies, placed_window_us(first))
     same = served is not None and (served.striped, served.copies, served.window_us) == wanted
     return served if same else None
-
-
-def placed_window_us(image: StripedImage) -> float | None:
-    """Return the window in an image's placement, if the operator has set one."""
-    window = image.home.placements.get(image.name, {}).get(WINDOW_KEY)
-    return float(window) if isinstance(window, int | float) else None
-
-
-def _shares_json(image: StripedImage) -> list[dict[str, Any]]:
-    return [
-        {"uuid": share.uuid, "extents": image.extent_rows(index).tolist()}
-        for index, share in enumerate(image.shares)
-    ]
-
-
-def by_store(images: Sequence[ServedImage]) -> list[tuple[Store, list[StoredImage | Part]]]:
-    """Return the stores that hold these images and their copies, and what each holds of them."""
-    found: dict[str, tuple[Store, list[StoredImage | Part]]] = {}
-    tiers = [image.striped for image in images]
-    tiers += [copy for image in images for copy in image.copies]
-    for image in tiers:
-        for share in image.shares:
-            assert share.store is not None, "images that are served are whole"
-            assert share.holding is not None, "and committed"
-            found.setdefault(share.uuid, (share.store, []))[1].append(share.holding)
-    return list(found.values())
-
-
-def _extent_array(image: StripedImage, devices: dict[str, int]) -> NDArray[np.uint64]:
-    """Rows for the pump: uint64 [n, 4] of (page in the image, pages, device, device page)."""
-    parts = []
-    for index, share in enumerate(image.shares):
-        rows = image.extent_rows(index)
-        parts.append(np.insert(rows, 2, np.uint64(devices[share.uuid]), axis=1))
-    rows = np.concatenate(parts)
-    return np.ascontiguousarray(rows[np.argsort(rows[:, 0])])

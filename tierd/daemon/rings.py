@@ -71,6 +71,7 @@ class ChannelView:
         world: ranks of the engine, as the header says.
         client_id: 16 bytes that the client chose.
         abi: version of this protocol that the client speaks.
+        on_gpu: whether a GPU looks rows up, which can read an image in memory by itself.
         guarded: whether a guardian of the client answers what a daemon leaves.
         rings: layouts of the images' rings, in ring order.
         hints: rings behind these that carry hints, ring by ring; none or one for each.
@@ -115,6 +116,7 @@ class ChannelView:
         self.rings = self.rings[: count - len(self.hints)]
         if self.hints and [r.table for r in self.hints] != [r.table for r in self.rings]:
             raise AttachError("hint rings do not follow the rings that they are for")
+        self.on_gpu = all(ring.flags & protocol.RING_FLAG_GPU for ring in self.rings)
         self.guarded = all(ring.flags & protocol.RING_FLAG_GUARDED for ring in self.rings)
         if pages > limits.arena_pages_max:
             raise AttachError(

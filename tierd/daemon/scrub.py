@@ -131,6 +131,7 @@ class Scrubber:
         images = [
             copy
             for served in list(self._plane.images.values())
+            if served.local
             for copy in (served.striped, *served.copies)
         ]
         step = self._scrub.step(images, time.time(), self._before_read, self._is_served)

@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
@@ -29,9 +30,11 @@ from tierd.catalog import Catalog
 from tierd.daemon import claims, reload, systemd
 from tierd.daemon.attach import AttachServer
 from tierd.daemon.counters import Counters
+from tierd.daemon.exports import Exports
 from tierd.daemon.hub import Hub
 from tierd.daemon.jobs import Board
 from tierd.daemon.plane import DataPlane
+from tierd.daemon.recent import Recent
 from tierd.daemon.scrub import Scrubber
 from tierd.daemon.steering import Steering
 from tierd.errors import TierdError
@@ -39,10 +42,10 @@ from tierd.io import _core
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from tierd.config import Settings
     from tierd.daemon.attach import AttachedClient
+    from tierd.daemon.remotes import Peer
 
 log = structlog.get_logger("tierd.daemon")
 
@@ -90,18 +93,23 @@ class Daemon:
         counters: what the pumps counted a moment ago.
         attach: the engine socket's server, and its clients.
         steering: the controller's eyes and mouth.
+        recent: what has just happened, and hours of history.
         catalog: history.
         scrubber: checks every page in the background.
         watchdog: sees whether the threads still turn.
         jobs: long work.
         hub: who listens to events.
+        exports: what other nodes read here.
+        peers: other nodes whose exports are read here.
     """
 
     plane: DataPlane
     counters: Counters
+    exports: Exports
     scrubber: Scrubber
     attach: AttachServer
     steering: Steering
+    recent: Recent
     catalog: Catalog
     jobs: Board
     watchdog: Any = None
@@ -123,6 +131,7 @@ class Daemon:
         self._read_settings = read_settings
         self.identity = Identity(uuid.uuid4().hex, time.time(), time.monotonic())
         self.hub = Hub()
+        self.peers: list[Peer] = []
         self._make_api = make_api
         self._failed_seen: dict[tuple[int, int, int, str], int] = {}
 
@@ -141,7 +150,9 @@ class Daemon:
             await self._start(stack)
             watcher = loop.create_task(self._watch())
             stack.push_async_callback(_cancel, watcher)
-            tasks = {watcher}
+            recent = loop.create_task(self.recent.run())
+            stack.push_async_callback(_cancel, recent)
+            tasks = {watcher, recent}
             if self.settings.controller.mode != "off":
                 steering = loop.create_task(self.steering.run())
                 stack.push_async_callback(_cancel, steering)
@@ -223,6 +234,9 @@ class Daemon:
         self.plane = await asyncio.to_thread(DataPlane.open, settings)
         stack.push_async_callback(asyncio.to_thread, self.plane.close)
         self.counters = Counters(self.plane.stats)
+        self.exports = Exports(settings.exports, self.plane)
+        stack.push_async_callback(asyncio.to_thread, self.exports.stop)
+        stack.push_async_callback(asyncio.to_thread, self._leave_peers)
         self.scrubber = Scrubber(self.plane, settings.io, paths.state_dir)
         stack.callback(self._take_from_scrub)  # the last findings, once it has stopped
         stack.push_async_callback(asyncio.to_thread, self.scrubber.stop)
@@ -242,6 +256,7 @@ class Daemon:
         )
         stack.callback(self._record_stop)
         self.steering = Steering(settings.controller, self.plane, self.attach, self.catalog)
+        self.recent = Recent(self.plane, self.attach, self.counters)
         self.attach.start(engine)
         stack.push_async_callback(self._stop_attach)
         api = self._make_api(self)
@@ -250,6 +265,30 @@ class Daemon:
         stack.callback(self.hub.close)
         self._announce()
         self.scrubber.start()
+        self.exports.start()
+        self.attach.dram.start()
+        stack.push_async_callback(asyncio.to_thread, self.attach.dram.stop)
+        self._join_peers()
+
+    def _join_peers(self) -> None:
+        remote = self.settings.remote
+        if not remote.peers:
+            return
+        # The daemon of a node without peers needs no TLS and no HTTP client.
+        from tierd.daemon.remotes import Caller, Peer, read_token  # noqa: PLC0415
+
+        token = read_token(Path(remote.token_file), "remote.token_file")
+        self.peers = [
+            Peer(caller, remote, self.settings.pump, self.plane, self._peer_changed)
+            for caller in [Caller(peer, token, remote.ca_file) for peer in remote.peers]
+        ]
+
+    def _peer_changed(self, what: str, peer: str, why: str) -> None:
+        self.catalog.record(what, peer, **({"reason": why} if why else {}))
+
+    def _leave_peers(self) -> None:
+        for peer in self.peers:
+            peer.stop()
 
     def _start_watchdog(self) -> Any:
         daemon = self.settings.daemon
@@ -364,7 +403,7 @@ class Daemon:
         log.error(
             "requests failed",
             image=image.info.name,
-            device=image.store.device.path,
+            device=image.place,
             status=status,
             requests=count,
             pid=client.pid,
@@ -382,13 +421,18 @@ def serve(
     """Run a daemon in this process until it is told to stop.
 
     If a device then still holds reads, the process ends at once: nothing can be freed before it.
+    So it does when NIXL was used, whose library crashes when the interpreter takes itself apart.
     """
     daemon = Daemon(settings, make_api, read_settings)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(daemon.run())
-    if daemon.plane.stuck or daemon.jobs.stuck:
+    if daemon.plane.stuck or daemon.jobs.stuck or _has_nixl():
         sys.stderr.flush()
         os._exit(0)
+
+
+def _has_nixl() -> bool:
+    return any(name.startswith("nixl") for name in sys.modules)
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

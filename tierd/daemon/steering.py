@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger("tierd.daemon.steering")
 
 DECISIONS_MAX = 100
+FAULT_REST_S = 30.0
 STEPS_MIN = 30  # between two decisions: fewer say more about chance than about traffic
 
 
@@ -104,6 +105,7 @@ class Steering:
         reads_ms: (pump, channel, ring) -> mean read time, measured between the last looks that
             saw any.
         frozen: the operator's reason; "" while the climber may move.
+        faults: looks that ended by a fault of ours; each is in the log with its traceback.
         lock: held while any of this changes.
     """
 
@@ -128,6 +130,7 @@ class Steering:
         self.fits = [ReadFit.start(PAPER_DISK) for _ in plane.pumps]
         self.decisions: deque[Remembered] = deque(maxlen=DECISIONS_MAX)
         self.frozen = ""
+        self.faults = 0
         self._read_windows()
 
     def _read_windows(self) -> None:
@@ -146,13 +149,25 @@ class Steering:
             log.warning("windows cannot be used", reason=self.problem)
 
     async def run(self) -> None:
-        """Look again and again; ends only when cancelled."""
+        """Look again and again; ends only when cancelled.
+
+        Serving needs no controller, so a fault of ours in it ends neither the daemon nor the looks:
+        it is said, what was known of the clients is forgotten, and after a rest they are as new.
+        """
         while True:
             await asyncio.sleep(self.settings.interval_ms / 1000)
-            if self._attach.clients or self.clients:
-                await self.look()
-            else:
+            if not (self._attach.clients or self.clients):
                 self._last = time.monotonic()
+                continue
+            try:
+                await self.look()
+            except Exception as error:
+                self.faults += 1
+                log.exception("controller failed", rest_s=FAULT_REST_S)
+                async with self.lock:
+                    self.clients.clear()
+                self._remember("fault", "", f"{type(error).__name__}: {error}"[:200], ())
+                await asyncio.sleep(FAULT_REST_S)
 
     async def look(self) -> None:
         """Look at every client once and decide."""

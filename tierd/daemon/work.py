@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from tierd.catalog import Catalog
     from tierd.daemon.jobs import Job, Work
-    from tierd.daemon.plane import DataPlane, ServedImage
+    from tierd.daemon.plane import DataPlane
+    from tierd.daemon.served import ServedImage
     from tierd.types import TableSpec
 
 PAGE_BYTES = 4096
@@ -135,11 +136,13 @@ def verify(
         TierdError: an image or the checkpoint is not there.
     """
     chosen: list[ServedImage] = [plane.named(name) for name in images]
+    for image in chosen:
+        image.require_local()
     source = Checkpoint.open(checkpoint) if checkpoint is not None else None
 
     def run(job: Job) -> dict[str, Any]:
         reports = []
-        for image in chosen or list(plane.images.values()):
+        for image in chosen or [each for each in plane.images.values() if each.local]:
             job.say(f"verifying {image.info.name}")
             reports.append(
                 walker.verify(
@@ -167,6 +170,7 @@ def delete(plane: DataPlane, catalog: Catalog, name: str, *, wipe: bool) -> Work
         DeviceBusyError: somebody has attached it.
     """
     image = plane.named(name)
+    image.require_local()
     if image.clients:
         raise DeviceBusyError(
             f"image {name} is attached by {image.clients} clients, so it cannot be deleted; stop "
@@ -177,6 +181,26 @@ def delete(plane: DataPlane, catalog: Catalog, name: str, *, wipe: bool) -> Work
         job.say(f"wiping {name}" if wipe else f"deleting {name}")
         plane.delete(name, wipe=wipe)
         devices = [store.device.path for store in image.striped.stores]
+        catalog.record("deleted", name, devices=devices, wiped=wipe)
+        return {"name": name, "devices": devices, "wiped": wipe}
+
+    return run
+
+
+def finish_wipe(plane: DataPlane, catalog: Catalog, name: str, *, wipe: bool) -> Work:
+    """Return the work that ends a wipe which was cut off: finishes it, or gives it up.
+
+    Args:
+        plane: whose devices they are.
+        catalog: of history.
+        name: of the image that was deleted.
+        wipe: False frees the room as it is.
+    """
+
+    def run(job: Job) -> dict[str, Any]:
+        job.say(f"wiping {name}" if wipe else f"giving the wipe of {name} up")
+        devices = sorted({store.device.path for store, _ in plane.store_set.wipes(name)})
+        plane.store_set.finish_wipes(name, overwrite=wipe)
         catalog.record("deleted", name, devices=devices, wiped=wipe)
         return {"name": name, "devices": devices, "wiped": wipe}
 

@@ -113,7 +113,8 @@ class Keeper:
     def paused(self) -> Iterator[None]:
         """Nobody guards meanwhile: for measuring what a guardian costs."""
         with self._lock:
-            tables = [ring["table"] for ring in self._guardian.stats()["rings"]]
+            rings = self._guardian.stats()["rings"]
+            tables = {ring["ring"]: ring["table"] for ring in rings}
             self._guardian.remove_channel(self._guarded)
             try:
                 yield
@@ -228,7 +229,7 @@ class Keeper:
 
     # --- the guardian ----------------------------------------------------------------------------
 
-    def _make_guardian(self, link: Link) -> tuple[Any, int, list[int]]:
+    def _make_guardian(self, link: Link) -> tuple[Any, int, dict[int, int]]:
         """Return a running pump, the channel's number in it and the table of each ring."""
         guardian = _core.Pump(
             guardian=True,
@@ -247,17 +248,23 @@ class Keeper:
             tables = {
                 int(image["image_id"], 16): guardian.add_table(**_table(image, devices))
                 for image in link.map["images"]
+                if image["devices"]  # what lies at peers alone only the daemon can read
             }
             guardian.start()
             channel = guardian.add_channel(self._channel.fd)
-            wanted = [tables[int(image["image_id"], 16)] for image in self._request["images"]]
+            wanted = self._guarded_rings(tables)
         except (KeyError, TypeError, ValueError, OSError, RuntimeError) as error:
             guardian.stop(STOP_MS)
             raise AttachError(f"the daemon's image map cannot be used: {error!r}") from None
         return guardian, channel, wanted
 
-    def _guard(self, guardian: Any, channel: int, tables: list[int]) -> None:
-        for ring, table in enumerate(tables):
+    def _guarded_rings(self, tables: dict[int, int]) -> dict[int, int]:
+        """Return ring -> table, for the rings that a guardian can serve."""
+        wanted = enumerate(int(image["image_id"], 16) for image in self._request["images"])
+        return {ring: tables[image] for ring, image in wanted if image in tables}
+
+    def _guard(self, guardian: Any, channel: int, tables: dict[int, int]) -> None:
+        for ring, table in tables.items():
             guardian.add_ring(channel, ring, table)
         self._guardian, self._guarded = guardian, channel
 

@@ -10,6 +10,7 @@ be bound by the name under which its tables were staged.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import random
 import threading
@@ -27,7 +28,7 @@ from tierd.io.checkpoint import Checkpoint
 from tierd.types import ImageInfo, RowFormat, TableKind, TableSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
     from typing import Any
 
@@ -81,17 +82,41 @@ class AttachedTables:
     Attributes:
         client: the attached client.
         lock: held by whoever kicks or gathers.
+        device: the CUDA device whose tensors the tables take; None for the CPU twin.
     """
 
-    def __init__(self, client: gpu_client.Client) -> None:
+    def __init__(
+        self,
+        client: gpu_client.Client,
+        again: Callable[[str], AttachedTables] | None = None,
+        device: str | None = None,
+    ) -> None:
+        """Take an attached client; ``again`` attaches the same tables for another device."""
         self.client = client
         self.lock = threading.Lock()
+        self.device = device
+        self._again = again
+        self._elsewhere: dict[str, AttachedTables] = {}
         # The last model that holds these tables takes the channel with it.
         weakref.finalize(self, _close, client, os.getpid()).atexit = False
         self._by_place = {
             (image.table.kind, image.table.layer): client.table(image.name)
             for image in client.attached
         }
+
+    def on(self, device: str) -> AttachedTables:
+        """Return the same tables for a CUDA device, attached and tried when first asked for.
+
+        Raises:
+            HookError: no memory there, a graph is being captured, or a row differs.
+            AttachError: no daemon, or it refused.
+        """
+        if device == self.device:
+            return self
+        if device not in self._elsewhere:
+            assert self._again is not None
+            self._elsewhere[device] = self._again(device)
+        return self._elsewhere[device]
 
     def table(self, kind: TableKind, layer: int) -> Table:
         """Return the table that a layer reads.
@@ -192,7 +217,7 @@ def test_rows(found: FoundTables, attached: AttachedTables) -> None:
     assert found.directory is not None
     with _open(found.directory) as checkpoint:
         for spec in found.specs:
-            _self_test(checkpoint, spec, attached.table(spec.kind, spec.layer))
+            _self_test(checkpoint, spec, attached.table(spec.kind, spec.layer), attached.device)
 
 
 def stored_rows(found: FoundTables, spec: TableSpec, ids: Iterable[int]) -> NDArray[np.uint8]:
@@ -311,10 +336,25 @@ def attach_found(
         wait_s=settings.wait_s,
         **options,
     )
-    return AttachedTables(client)
+    device = options["options"].device if "options" in options else None
+    again = functools.partial(_attach_elsewhere, found, settings, who)
+    return AttachedTables(client, again, device)
 
 
-def _self_test(checkpoint: Checkpoint, spec: TableSpec, table: Table) -> None:
+def _attach_elsewhere(
+    found: FoundTables, settings: HookSettings, who: EngineRank, device: str
+) -> AttachedTables:
+    attached = attach_found(found, settings, who, options=TableOptions(device=device))
+    try:
+        if found.directory is not None:
+            test_rows(found, attached)
+    except BaseException:
+        attached.client.close()
+        raise
+    return attached
+
+
+def _self_test(checkpoint: Checkpoint, spec: TableSpec, table: Table, device: str | None) -> None:
     """Compare sampled rows that went the whole way with the checkpoint's bytes.
 
     Raises:
@@ -325,8 +365,11 @@ def _self_test(checkpoint: Checkpoint, spec: TableSpec, table: Table) -> None:
         [io_tables.RowReader(checkpoint, spec).read(int(row), 1) for row in ids]
     )
     served = np.empty((len(ids), spec.dim), dtype=np.uint16)
-    table.kick(ids)
-    table.gather(ids, served)
+    if device is None:
+        table.kick(ids)
+        table.gather(ids, served)
+    else:
+        served = _served_on(device, table, ids, spec.dim)
     stored = _core.decode_rows(expected, spec.dim, spec.row_format.value)
     differs = (served != stored).any(axis=1)
     wrong = ids[differs]
@@ -336,6 +379,17 @@ def _self_test(checkpoint: Checkpoint, spec: TableSpec, table: Table) -> None:
             f"({len(wrong)} of {len(ids)} sampled rows differ); "
             f"run: tierd verify --full --device DEVICE {table.info.name}"
         )
+
+
+def _served_on(device: str, table: Table, ids: NDArray[np.int64], dim: int) -> NDArray[np.uint16]:
+    """Return rows as bf16 bits [ids, dim], by way of a GPU."""
+    import torch  # noqa: PLC0415 - the CPU twin does without
+
+    wanted = torch.from_numpy(ids).to(device)
+    out = torch.empty((len(ids), dim), dtype=torch.int16, device=device)
+    table.kick(wanted)
+    table.gather(wanted, out)
+    return out.cpu().numpy().view(np.uint16)
 
 
 def _sample(spec: TableSpec) -> NDArray[np.int64]:

@@ -60,6 +60,8 @@ class NGramRows(nn.Module):
             self.tierd.kick(ids, self.weight)
             raise _Kicked
         rows.refuse_training(self)
+        if self.weight.device.type == "cuda":
+            self.tierd.kick(ids, self.weight)
         return self.tierd.gather(ids, self.weight)
 
     @contextlib.contextmanager
@@ -120,12 +122,13 @@ def _kick_all(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
     """Start all PLE layers' reads: a pre-hook of the text model's forward.
 
     What it cannot see (ids that follow from embeddings, a mask made elsewhere) is read when the
-    layer asks for it.
+    layer asks for it. So is everything on a GPU, where to hash twice costs more kernels than the
+    stock step has time for; reading starts where the layer looks its rows up.
     """
     ids = kwargs.get("ple_input_ids")
     if ids is None:
         ids = kwargs.get("input_ids", args[0] if args else None)
-    if not isinstance(ids, torch.Tensor):
+    if not isinstance(ids, torch.Tensor) or ids.device.type == "cuda":
         return
     mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
     if isinstance(mask, torch.Tensor) and mask.ndim == 2 and ids.shape[1] > 1:

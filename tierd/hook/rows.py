@@ -71,6 +71,7 @@ class TableStandIn:
         self.dim = dim
         self._attached: attach.AttachedTables | None = None
         self._tables: tuple[Table, ...] = ()
+        self._elsewhere: dict[str, tuple[Table, ...]] = {}
         self._casts: list[torch.dtype] = []
         self._pid = 0
 
@@ -125,6 +126,10 @@ class TableStandIn:
             like: a tensor of the dtype and device that the stock table would have now.
         """
         attached = self._ready(like)
+        if like.device.type == "cuda":
+            for table in self._tables_on(attached, like.device):
+                table.kick(ids)
+            return
         rows = ids.detach().to("cpu", torch.int64).contiguous()
         with attached.lock:
             for table in self._tables:
@@ -141,15 +146,41 @@ class TableStandIn:
             [*ids.shape, layers * dim] in the dtype and on the device of ``like``.
         """
         attached = self._ready(like)
+        if like.device.type == "cuda":
+            return self._gather_on(attached, ids, like.device)
         rows = ids.detach().to("cpu", torch.int64).contiguous()
         out = torch.empty((len(self._tables), *rows.shape, self.dim), dtype=torch.bfloat16)
         with attached.lock:
             for table, part in zip(self._tables, out, strict=True):
                 table.gather(rows, part)
-        values = out[0] if len(self._tables) == 1 else out.movedim(0, -2).flatten(-2)
+        return self._values(out).to(like.device)
+
+    def _gather_on(
+        self, attached: attach.AttachedTables, ids: torch.Tensor, device: torch.device
+    ) -> torch.Tensor:
+        """The same on a GPU: work of its streams alone, which a CUDA graph may capture."""
+        tables = self._tables_on(attached, device)
+        shape = (len(tables), *ids.shape, self.dim)
+        out = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        for table, part in zip(tables, out, strict=True):
+            table.gather(ids, part)
+        return self._values(out)
+
+    def _values(self, rows: torch.Tensor) -> torch.Tensor:
+        """Put the layers' rows [layers, ..., dim] side by side, cast as the model was."""
+        values = rows[0] if len(rows) == 1 else rows.movedim(0, -2).flatten(-2)
         for dtype in self._casts:
             values = values.to(dtype)
-        return values.to(like.device)
+        return values
+
+    def _tables_on(
+        self, attached: attach.AttachedTables, device: torch.device
+    ) -> tuple[Table, ...]:
+        name = str(device)
+        if name not in self._elsewhere:
+            there = attached.on(name)
+            self._elsewhere[name] = tuple(there.table(self.kind, layer) for layer in self.layers)
+        return self._elsewhere[name]
 
     def _ready(self, like: torch.Tensor) -> attach.AttachedTables:
         if self._attached is None:

@@ -385,8 +385,18 @@ def _try_exclusive(path: str, flags: int) -> int | None:
     return fd
 
 
+def how_to_make(path: str) -> str:
+    """Return the command for somebody who named a path where nothing is.
+
+    A file in /dev would lie in memory, so there only devices are looked for.
+    """
+    folders = os.path.abspath(path).split("/")
+    in_dev = folders[1] == "dev" and folders[2:3] != ["shm"]
+    return "lsblk" if in_dev else f"tierd format {path} --size 64GiB"
+
+
 def _open_error(path: str, error: OSError) -> DeviceError:
-    gone = f"there is no such device or file; run: tierd format {path} --size 64GiB"
+    gone = f"there is no such device or file; run: {how_to_make(path)}"
     number = error.errno or 0
     kind, why = {
         errno.ENOENT: (DeviceMissingError, gone),

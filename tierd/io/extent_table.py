@@ -95,6 +95,24 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Wipe:
+    """Extents here of a deleted image that are not free before zeroes are seen in them.
+
+    Attributes:
+        name: the image's, as it was.
+        image_id: of its identity; ``generation`` is the rest of it.
+        devices: UUIDs of all devices that held a part of the image, its home first.
+        extents: in local page numbers.
+    """
+
+    name: str
+    image_id: int
+    generation: int
+    devices: tuple[str, ...]
+    extents: tuple[Extent, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ExtentTable:
     """What a root names: everything that must survive, by name."""
 
@@ -102,6 +120,7 @@ class ExtentTable:
     parts: tuple[Part, ...] = ()
     placements: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     identities: dict[str, Identity] = dataclasses.field(default_factory=dict)
+    wipes: tuple[Wipe, ...] = ()
 
     def all_extents(self) -> Iterator[Extent]:
         """Every extent in use on this device."""
@@ -109,6 +128,8 @@ class ExtentTable:
             yield from image.extents
         for part in self.parts:
             yield from part.extents
+        for wipe in self.wipes:
+            yield from wipe.extents
 
     def pack(self, ident: uuid.UUID, sequence: int) -> bytes:
         """Return the table's JSON; uuid and sequence tie it to its root."""
@@ -123,6 +144,7 @@ class ExtentTable:
                 name: {"image_id": f"{identity.image_id:016x}", "generation": identity.generation}
                 for name, identity in sorted(self.identities.items())
             },
+            "wipes": [_wipe_json(wipe) for wipe in self.wipes],
         }
         return json.dumps(document, separators=(",", ":")).encode()
 
@@ -138,7 +160,8 @@ class ExtentTable:
             str(name): Identity(int(entry["image_id"], 16), int(entry["generation"]))
             for name, entry in document["identities"].items()
         }
-        table = cls(images, parts, dict(document["placements"]), identities)
+        wipes = tuple(map(_wipe, document.get("wipes", ())))
+        table = cls(images, parts, dict(document["placements"]), identities, wipes)
         table.check(root)
         return table
 
@@ -218,6 +241,26 @@ def _part(entry: dict[str, Any]) -> Part:
         str(entry["home"]),
         _extents(entry["extents"]),
         str(entry.get("name", "")),
+    )
+
+
+def _wipe_json(wipe: Wipe) -> dict[str, Any]:
+    return {
+        "name": wipe.name,
+        "image_id": f"{wipe.image_id:016x}",
+        "generation": wipe.generation,
+        "devices": list(wipe.devices),
+        "extents": _rows(wipe.extents),
+    }
+
+
+def _wipe(entry: dict[str, Any]) -> Wipe:
+    return Wipe(
+        str(entry["name"]),
+        int(entry["image_id"], 16),
+        int(entry["generation"]),
+        tuple(map(str, entry["devices"])),
+        _extents(entry["extents"]),
     )
 
 

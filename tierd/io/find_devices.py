@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import stat
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,6 +65,28 @@ def resolve(name: str) -> str:
             "one; run: tierd devices list"
         )
     return paths[0]
+
+
+def require_distinct(paths: Iterable[str | os.PathLike[str]]) -> None:
+    """Refuse one device that is named twice, whatever its names are.
+
+    Raises:
+        DeviceDuplicateError: it is; opened twice for writing it would seem to be another's.
+    """
+    seen: dict[tuple[int, ...], str] = {}
+    for path in [os.fspath(path) for path in paths]:
+        try:
+            info = os.stat(path)
+        except OSError:  # whoever opens it says why
+            continue
+        block = stat.S_ISBLK(info.st_mode)
+        key = (info.st_rdev,) if block else (info.st_dev, info.st_ino)
+        other = seen.setdefault(key, path)
+        if other is not path:
+            raise DeviceDuplicateError(
+                f"{other} and {path} are one device, named twice; name it once; "
+                "run: tierd devices list"
+            )
 
 
 def scan() -> list[Found]:

@@ -13,10 +13,11 @@ from tierd.errors import (
     DeviceBusyError,
     DeviceError,
     DeviceForeignError,
+    DeviceMissingError,
     DeviceTooSmallError,
 )
 from tierd.io import signatures, superblock
-from tierd.io.device import aligned_buffer
+from tierd.io.device import aligned_buffer, how_to_make
 from tierd.io.extent_table import ExtentTable
 from tierd.io.layout import RESERVED_BYTES, UNIT_BYTES, Areas
 from tierd.io.superblock import Root
@@ -30,10 +31,12 @@ def make_file(path: str, size: int | None) -> bool:
     try:
         info = os.stat(path)
     except FileNotFoundError:
+        command = how_to_make(path)
+        if "--size" not in command:
+            raise DeviceMissingError(f"{path}: there is no such device; run: {command}") from None
         if size is None:
             raise DeviceError(
-                f"{path} does not exist, and a new file needs a size; "
-                f"run: tierd format {path} --size 64GiB"
+                f"{path} does not exist, and a new file needs a size; run: {command}"
             ) from None
         info = None
     except OSError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import struct
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 UNITS_LOOKED_AT = 4096  # of the data area, spread evenly, when there is no table to believe
 # magic, version, rows, image id, page number, generation, CRC (docs/format.md, "Page").
 _TRAILER = struct.Struct("<IHHQQII")
+# How a manifest in a table begins.
+_MANIFEST = re.compile(r'"model":"([^"]{1,300})","table":\{"name":"([^"]{1,300})"')
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,14 +65,28 @@ def inspect(device: Device) -> Finding:
     try:
         loaded = superblock.load(device)
     except DeviceError as error:
-        return Finding(_state_of(error), str(error), roots, None, None, _salvage(device))
+        state, problem = _state_of(error), str(error)
+        foreign = signatures.find_foreign(device) if state == "damaged" else None
+        if foreign is not None:
+            state, problem = "foreign", f"{_over(foreign)}; {problem.partition('; the tables')[0]}"
+        return Finding(state, problem, roots, None, None, _salvage(device))
     if loaded is None:
         content = signatures.find_content(device)
         state = "foreign" if content else "empty"
-        problem = f"it holds {content}" if content else "it was never formatted"
-        return Finding(state, problem, roots, None, None, {})
+        problem = f"it holds {content}" if content else "it was never formatted, or cleared"
+        found = _pages_of(device, Areas.of(device.size))
+        salvaged = {"images_named": [], "pages_of": found} if found else {}
+        return Finding(state, problem, roots, None, None, salvaged)
+    foreign = signatures.find_foreign(device) if loaded.note else None
+    if foreign is not None:
+        problem = f"{_over(foreign)}; {loaded.note}"
+        return Finding("foreign", problem, roots, loaded.root, loaded.table, {})
     state = "degraded" if loaded.note else "ok"
     return Finding(state, loaded.note, roots, loaded.root, loaded.table, {})
+
+
+def _over(foreign: str) -> str:
+    return f"{foreign} was written over a part of the store"
 
 
 def _state_of(error: DeviceError) -> str:
@@ -109,6 +126,9 @@ def _salvage(device: Device) -> dict[str, Any]:
 def _names_in(device: Device, offset: int, size: int) -> set[str]:
     try:
         text = device.read(offset, min(size, device.size - offset)).decode(errors="replace")
+    except DeviceError:
+        return set()
+    try:
         document = json.JSONDecoder().raw_decode(text)[0]
         if document.get("format") != TABLE_FORMAT:
             return set()
@@ -116,8 +136,9 @@ def _names_in(device: Device, offset: int, size: int) -> set[str]:
             f"{entry['info']['model']}/{entry['info']['table']['name']}"
             for entry in document["images"]
         }
-    except (DeviceError, ValueError, KeyError, TypeError, AttributeError):
-        return set()
+    except (ValueError, KeyError, TypeError, AttributeError):
+        # Not whole: what still looks like the beginning of a manifest.
+        return {"/".join(found.groups()) for found in _MANIFEST.finditer(text)}
 
 
 def _pages_of(device: Device, areas: Areas) -> list[dict[str, Any]]:

@@ -31,6 +31,14 @@ _FLOCK = struct.Struct("hhqqi4x")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+def memory_available() -> int:
+    """Bytes of memory that this node could give away without swapping."""
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
 def block_device_bytes(fd: int) -> int:
     """Size of the block device behind ``fd``, in bytes."""
     answer = fcntl.ioctl(fd, _BLKGETSIZE64, bytes(8))

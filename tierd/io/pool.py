@@ -132,6 +132,7 @@ class HostPool:
         """
         self.bytes = _round_up(size, ALIGN)
         self.leases: dict[int, Lease] = {}
+        self._returning: dict[int, Lease] = {}
         self._next = 1
         try:
             self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -145,7 +146,12 @@ class HostPool:
     @property
     def free_bytes(self) -> int:
         """Bytes that nobody has leased."""
-        return self.bytes - sum(lease.bytes for lease in self.leases.values())
+        return self.bytes - sum(lease.bytes for lease in self._taken())
+
+    def _taken(self) -> list[Lease]:
+        """Parts that nobody else may have, in their order."""
+        taken = [*self.leases.values(), *self._returning.values()]
+        return sorted(taken, key=lambda lease: lease.offset)
 
     def lease(self, size: int, owner: str) -> Lease:
         """Give out the first part that is large enough.
@@ -159,7 +165,7 @@ class HostPool:
                 f"a lease of {size} bytes was asked; the pool (kv.pool_bytes) has {self.bytes}"
             )
         wanted, at = _round_up(size, ALIGN), 0
-        for taken in sorted(self.leases.values(), key=lambda lease: lease.offset):
+        for taken in self._taken():
             if taken.offset - at >= wanted:
                 break
             at = taken.offset + taken.bytes
@@ -175,7 +181,26 @@ class HostPool:
 
     def release(self, number: int) -> None:
         """Take a lease back and return its memory to the system, so that it reads as zeroes."""
-        lease = self.leases.pop(number)
+        lease = self.withdraw(number)
+        self.punch(lease)
+        self.free(lease)
+
+    def withdraw(self, number: int) -> Lease:
+        """Take a lease from its owner; its part is nobody's until it is punched and freed."""
+        lease = self._returning[number] = self.leases.pop(number)
+        return lease
+
+    def free(self, lease: Lease) -> None:
+        """Let others have the part of a lease whose memory went back."""
+        del self._returning[lease.number]
+
+    def punch(self, lease: Lease) -> None:
+        """Return a withdrawn lease's memory to the system: seconds for many GB, on any thread.
+
+        Raises:
+            OSError: the system refuses.
+        """
+        assert lease.number in self._returning, "its owner may still use it"
         libc = ctypes.CDLL(None, use_errno=True)
         code = libc.fallocate(
             self.fd, _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE,

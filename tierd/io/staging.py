@@ -108,7 +108,7 @@ def stage(
         CheckpointError: a shard cannot be read or changed meanwhile; likewise.
         VerifyError: what was read back is not what was written; likewise.
         DeviceError: a write, a flush or a commit failed; likewise.
-        ImageError: an unusable model name.
+        ImageError: an unusable model name, or the image is there and a device of it is not.
     """
     require_model_name(model)
     stores = StoreSet.of(store)
@@ -151,6 +151,8 @@ def _job(stores: StoreSet, checkpoint: Checkpoint, spec: TableSpec, model: str) 
     mark = fingerprint(checkpoint, spec)
     found = stores.find(name)
     same = found is not None and found.info.fingerprint == mark
+    if found is not None and same:
+        found.require_whole()
     return _Job(spec, name, mark, Geometry.of(spec.row_bytes, spec.rows), found if same else None)
 
 

@@ -24,16 +24,15 @@ import numpy as np
 
 from tierd.errors import (
     DeviceBusyError,
-    DeviceDamagedError,
     DeviceError,
     DeviceFailedError,
     DeviceForeignError,
     DeviceTooSmallError,
     ImageError,
 )
-from tierd.io import formatting, signatures, superblock
+from tierd.io import formatting, opening, signatures, superblock
 from tierd.io.device import PAGE_BYTES, Device, aligned_buffer
-from tierd.io.extent_table import Identity, Member, Part, StoredImage
+from tierd.io.extent_table import Identity, Member, Part, StoredImage, Wipe
 from tierd.io.layout import Areas, choose_extents, free_ranges, occupied
 from tierd.io.stripes import share_pages
 
@@ -134,7 +133,7 @@ class Store:
             # What a killed predecessor wrote may still be in the device's cache. It must not be
             # believed, and built upon, before it is sure to survive a power cut.
             device.flush()
-        loaded = _load_settled(device)
+        loaded = opening.load(device)
         if loaded is None:
             content = signatures.find_content(device)
             what = f"holds {content}" if content else "is empty"
@@ -184,6 +183,11 @@ class Store:
     def parts(self) -> tuple[Part, ...]:
         """Shares of images whose home is another device."""
         return self._table.parts
+
+    @property
+    def wipes(self) -> tuple[Wipe, ...]:
+        """Deleted images that are still to be overwritten with zeroes here."""
+        return self._table.wipes
 
     @property
     def free_runs(self) -> list[tuple[int, int]]:
@@ -377,12 +381,12 @@ class Store:
 
         Args:
             name: ``model/table``.
-            wipe: overwrite the extents with zeroes and read them back.
+            wipe: keep its extents, in :attr:`wipes`, until :meth:`finish_wipe` has been there.
 
         Raises:
             ImageError: no such image.
             DeviceBusyError: a reader holds a lease on it.
-            DeviceError: the commit failed, or the wipe did not take.
+            DeviceError: the commit failed.
         """
         with self._lock:
             image = self.image(name)
@@ -393,9 +397,11 @@ class Store:
                 images=images,
                 placements=placements,
                 identities={**self._table.identities, name: self._next_identity(name)},
+                wipes=(*self._table.wipes, *([_wipe_of_image(image)] if wipe else ())),
             )
-            self._drop(image.extents)
-        self._discard(image.extents, wipe=wipe)
+            dropped = () if wipe else image.extents
+            self._drop(dropped)
+        self._discard(dropped)
 
     def add_part(self, part: Part) -> None:
         """Reserve this device's share of an image whose home is another device.
@@ -415,20 +421,51 @@ class Store:
                     )
             self._commit(parts=(*self._table.parts, part))
 
-    def drop_parts(self, parts: Iterable[Part], *, wipe: bool = False) -> None:
+    def drop_parts(self, parts: Iterable[Part], wipe: Sequence[str] = ()) -> None:
         """Give up shares of images that their home no longer names.
 
+        Args:
+            parts: those of them that are here.
+            wipe: the devices of their image, its home first: keep their extents, in
+                :attr:`wipes`, until :meth:`finish_wipe` has been there.
+
         Raises:
-            DeviceError: the commit failed, or the wipe did not take.
+            DeviceError: the commit failed.
         """
         parts = [part for part in parts if part in self._table.parts]
         if not parts:
             return
-        extents = [extent for part in parts for extent in part.extents]
+        owed = [
+            Wipe(part.name, part.image_id, part.generation, tuple(wipe), part.extents)
+            for part in parts
+            if wipe
+        ]
+        extents = [extent for part in parts if not wipe for extent in part.extents]
         with self._lock:
-            self._commit(parts=tuple(part for part in self._table.parts if part not in parts))
+            self._commit(
+                parts=tuple(part for part in self._table.parts if part not in parts),
+                wipes=(*self._table.wipes, *owed),
+            )
             self._drop(extents)
-        self._discard(extents, wipe=wipe)
+        self._discard(extents)
+
+    def finish_wipe(self, wipe: Wipe, *, overwrite: bool = True) -> None:
+        """Overwrite a deleted image's extents with zeroes, read them back, and free them.
+
+        Args:
+            wipe: one of :attr:`wipes`.
+            overwrite: False gives the wipe up: the extents are free and keep what they hold.
+
+        Raises:
+            DeviceError: a write or commit failed, or the zeroes are not there; it is still owed.
+        """
+        if overwrite:
+            self._settle(always=True)  # no root may name an image whose pages are gone
+            self._overwrite(wipe.extents)
+        with self._lock:
+            self._commit(wipes=tuple(owed for owed in self._table.wipes if owed != wipe))
+            self._drop(wipe.extents)
+        self._discard(wipe.extents)
 
     def set_placement(self, name: str, placement: dict[str, Any] | None) -> None:
         """Store one image's placement; see :meth:`set_placements`."""
@@ -492,10 +529,10 @@ class Store:
             self._dropped_at = self._root.sequence
             self._pending += extents
 
-    def _settle(self) -> None:
+    def _settle(self, *, always: bool = False) -> None:
         """Commit once more if the other root still names extents that this one does not."""
         with self._lock:
-            if self._root.sequence == self._dropped_at:
+            if always or self._root.sequence == self._dropped_at:
                 self._commit()
 
     def _require_writable(self) -> None:
@@ -506,7 +543,7 @@ class Store:
                 "must be opened anew before it is changed; run: systemctl restart tierd"
             )
 
-    def _discard(self, extents: Sequence[Extent], *, wipe: bool = False) -> None:
+    def _discard(self, extents: Sequence[Extent]) -> None:
         """Discard and release dropped extents; outside the lock, since it may take seconds.
 
         A hint: a device that cannot discard keeps the old bytes, which nothing names any more.
@@ -515,8 +552,6 @@ class Store:
             return
         try:
             self._settle()
-            if wipe:
-                self._wipe(extents)
             for extent in extents:
                 start, end = occupied(extent)
                 if not self.device.leased_ranges(start, end):
@@ -524,7 +559,7 @@ class Store:
         finally:
             self.release(extents)
 
-    def _wipe(self, extents: Iterable[Extent]) -> None:
+    def _overwrite(self, extents: Iterable[Extent]) -> None:
         zeroes = aligned_buffer(_WIPE_BYTES)
         back = aligned_buffer(_WIPE_BYTES)
         for offset, length in _pieces(extents, _WIPE_BYTES):
@@ -539,6 +574,10 @@ class Store:
                 )
 
 
+def _wipe_of_image(image: StoredImage) -> Wipe:
+    return Wipe(image.name, *image.identity, image.devices, image.extents)
+
+
 def pages_of(extents: Iterable[Extent]) -> int:
     """Pages that extents occupy, whole units."""
     return sum(end - start for start, end in map(occupied, extents)) // PAGE_BYTES
@@ -549,11 +588,3 @@ def _pieces(extents: Iterable[Extent], size: int) -> Iterator[tuple[int, int]]:
         start, end = occupied(extent)
         for offset in range(start, end, size):
             yield offset, min(size, end - offset)
-
-
-def _load_settled(device: Device) -> superblock.Loaded | None:
-    """Load; for a reader beside a writer, again if two commits overtook the first look."""
-    for _ in range(0 if device.writable else 3):
-        with contextlib.suppress(DeviceDamagedError):
-            return superblock.load(device)
-    return superblock.load(device)

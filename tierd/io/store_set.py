@@ -23,8 +23,9 @@ from tierd.errors import (
     ImageIncompleteError,
     ImageVersionError,
 )
-from tierd.io import _core, layout, stripes
-from tierd.io.extent_table import Member, Part, StoredImage
+from tierd.io import _core, find_devices, layout, stripes
+from tierd.io.device import PAGE_BYTES
+from tierd.io.extent_table import Member, Part, StoredImage, Wipe
 from tierd.io.store import Store, pages_of
 
 if TYPE_CHECKING:
@@ -164,10 +165,14 @@ class StoreSet:
         Raises:
             DeviceError: as :meth:`tierd.io.store.Store.open`; nothing stays open.
         """
+        paths = list(paths)
+        if write:
+            find_devices.require_distinct(paths)
         with contextlib.ExitStack() as stack:
             opened = cls(stack.enter_context(Store.open(path, write=write)) for path in paths)
             if write:
                 opened.notes += opened.reclaim()
+            opened.notes += opened.wipe_notes()
             stack.pop_all()
         return opened
 
@@ -232,8 +237,16 @@ class StoreSet:
 
         Raises:
             ImageError: there is none; the message lists near names.
+            ImageIncompleteError: there are parts of it only; the message names its home.
         """
         found = self.find(name)
+        if found is None and (orphans := self.orphans(name)):
+            store, part = orphans[0]
+            raise ImageIncompleteError(
+                f"{store.device.path} holds a part of {name}, whose home, device {part.home}, is "
+                "not named; name it, too; if it is gone for good, give the part up; "
+                f"run: tierd images delete {name} --parts --device {store.device.path}"
+            )
         if found is None:
             names = sorted({image.name for store in self.stores for image in store.images})
             near = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
@@ -328,17 +341,97 @@ class StoreSet:
                 share.store.require_unleased(share.holding)
         try:
             image.home.delete_image(name, wipe=wipe)
-        finally:  # a wipe that fails on one device leaves the others nothing to keep
+        finally:
             if image.home.find(name) is None:
                 self._drop_parts(image.home, image.stored, wipe=wipe)
+        # Every device has written down by now what it owes, so this may stop anywhere.
+        if wipe:
+            self.finish_wipes(name)
         return image
 
     def _drop_parts(self, home: Store, image: StoredImage, *, wipe: bool = False) -> None:
+        devices = image.devices if wipe else ()
         with contextlib.ExitStack() as stack:  # every one is tried, whatever another one raises
             for member in image.members:
                 store = self._by_uuid.get(member.uuid)
                 if store is not None:
-                    stack.callback(store.drop_parts, [_part_of(home, image, member)], wipe=wipe)
+                    stack.callback(store.drop_parts, [_part_of(home, image, member)], devices)
+
+    def orphans(self, name: str) -> list[tuple[Store, Part]]:
+        """Parts of an image whose home is not here, with their devices."""
+        return [
+            (store, part)
+            for store in self.stores
+            for part in store.parts
+            if part.name == name and part.home not in self._by_uuid
+        ]
+
+    def drop_orphans(self, name: str, *, wipe: bool = False) -> int:
+        """Give up what these devices hold of an image whose home is gone for good.
+
+        Returns:
+            Bytes that are free by that.
+
+        Raises:
+            ImageError: they hold no part of it, or its home is here.
+            DeviceBusyError: a reader holds a lease on it.
+            DeviceError: a commit or the wipe failed.
+        """
+        orphans = self.orphans(name)
+        if not orphans:
+            raise ImageError(
+                f"{self.path}: no part of {name} whose home is elsewhere; "
+                f"run: tierd devices inspect {self.stores[0].device.path}"
+            )
+        for store, part in orphans:
+            store.require_unleased(part)
+        for store, part in orphans:
+            store.drop_parts([part], (store.uuid,) if wipe else ())
+        if wipe:
+            self.finish_wipes(name)
+        return sum(pages_of(part.extents) for _, part in orphans) * PAGE_BYTES
+
+    def wipes(self, name: str | None = None) -> list[tuple[Store, Wipe]]:
+        """Wipes that were begun and not finished, of all images or of one, with their devices."""
+        return [
+            (store, wipe)
+            for store in self.stores
+            for wipe in store.wipes
+            if name in (None, wipe.name)
+        ]
+
+    def finish_wipes(self, name: str, *, overwrite: bool = True) -> int:
+        """Finish the wipes of a deleted image; return how many bytes are free by that.
+
+        Args:
+            name: the image's, as it was.
+            overwrite: False gives the wipes up: the room is free and keeps what it holds.
+
+        Raises:
+            ImageIncompleteError: a device that held a part of it is not there.
+            DeviceError: as :meth:`tierd.io.store.Store.finish_wipe`; the others are tried.
+        """
+        owed = self.wipes(name)
+        away = {uuid for _, wipe in owed for uuid in wipe.devices if uuid not in self._by_uuid}
+        if away and overwrite:
+            raise ImageIncompleteError(
+                f"the wipe of {name} cannot be finished: device {min(away)} is not there; attach "
+                "it and name it, too, or give the wipe up by deleting without --wipe; "
+                f"run: tierd images delete {name}"
+            )
+        with contextlib.ExitStack() as stack:
+            for store, wipe in owed:
+                stack.callback(store.finish_wipe, wipe, overwrite=overwrite)
+        return sum(pages_of(wipe.extents) for _, wipe in owed) * PAGE_BYTES
+
+    def wipe_notes(self) -> list[str]:
+        """Say of each wipe that was cut off what is left of it and how it is finished."""
+        return [
+            f"{store.device.path}: the wipe of {wipe.name} was cut off, and "
+            f"{pages_of(wipe.extents) * PAGE_BYTES} bytes may still hold its rows; "
+            f"run: tierd images delete {wipe.name} --wipe"
+            for store, wipe in self.wipes()
+        ]
 
     def reclaim(self) -> list[str]:
         """Give up parts that their home, which is here, does not name; return what was done.
@@ -354,8 +447,12 @@ class StoreSet:
                 for member in image.members:
                     if member.uuid in named:
                         named[member.uuid].add(_part_of(home, image, member))
+        owed = {(*_identity(w), w.devices[0]): w.devices for _, w in self.wipes()}
         for store in self.stores:
             left = [p for p in store.parts if p.home in named and p not in named[store.uuid]]
+            for part in [p for p in left if (*_identity(p), p.home) in owed]:
+                store.drop_parts([part], owed[*_identity(part), part.home])
+                left.remove(part)
             if left:
                 names = ", ".join(sorted({part.name for part in left}))
                 notes.append(f"{store.device.path}: gave up what a staging of {names} left behind")
@@ -378,6 +475,7 @@ class StoreSet:
         """
         free = {store.uuid: store.free_pages for store in self.stores}
         need = dict.fromkeys(free, 0)
+        lacking = dict.fromkeys(free, 0)
         for name, pages in wanted:
             order = self.order_for(name)
             count = stripes.devices_used(pages, len(order))
@@ -385,11 +483,12 @@ class StoreSet:
                 share = stripes.share_pages(pages, index, count)
                 units = layout.units_of(share) * layout.UNIT_PAGES
                 need[store.uuid] += units
-                have = free[store.uuid]
-                if units > have:
-                    raise store.too_small(need[store.uuid], need[store.uuid] - units + have)
                 free[store.uuid] -= units
+                lacking[store.uuid] = max(lacking[store.uuid], -free[store.uuid])
             self._free_after_dropping(name, free)
+        for store in self.stores:
+            if lacking[store.uuid]:
+                raise store.too_small(need[store.uuid], need[store.uuid] - lacking[store.uuid])
 
     def _free_after_dropping(self, name: str, free: dict[str, int]) -> None:
         home = self.order_for(name)[0]
@@ -401,6 +500,10 @@ class StoreSet:
             store = self._by_uuid.get(member.uuid)
             if store is not None and not store.is_leased(member.extents):
                 free[store.uuid] += pages_of(member.extents)
+
+
+def _identity(one: Part | Wipe) -> tuple[int, int]:
+    return one.image_id, one.generation
 
 
 def _part_of(home: Store, image: StoredImage, member: Member) -> Part:

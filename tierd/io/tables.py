@@ -42,6 +42,8 @@ _PATTERNS = (
     "model.layers.N.ple.ple_embedding.ngram_embedding.shard_K.weight",
     "model.language_model.embed_tokens_per_layer.weight",
 )
+_TABLE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+@:-]*(/[A-Za-z0-9_][A-Za-z0-9._+@:-]*)*")
+_TABLE_NAME_MAX = 300
 _NEAR_POOL_MAX = 4000  # distinct name patterns that are compared; a bound on difflib's time
 
 
@@ -58,13 +60,11 @@ def find_tables(checkpoint: Checkpoint, *, tensors: Sequence[str] = ()) -> list[
         TensorShapeError: a dtype or shape is not what the kind has.
         UnsupportedTableError: a format that is known and not served.
     """
-    if tensors:
-        return [_named_table(checkpoint, name) for name in dict.fromkeys(tensors)]
-    specs = [
-        *_find_engram(checkpoint),
-        *_find_ple(checkpoint),
-        *_find_per_layer(checkpoint),
-    ]
+    specs = (
+        [_named_table(checkpoint, name) for name in dict.fromkeys(tensors)]
+        if tensors
+        else [*_find_engram(checkpoint), *_find_ple(checkpoint), *_find_per_layer(checkpoint)]
+    )
     if not specs:
         raise NoTableError(
             f"no table among the {len(checkpoint.tensors)} tensors of {checkpoint.path}: none is "
@@ -82,7 +82,7 @@ def find_tables(checkpoint: Checkpoint, *, tensors: Sequence[str] = ()) -> list[
                 f"{spec.tensors[0]}); name the one to stage; "
                 f"run: tierd stage {checkpoint.path} --device DEVICE --tensor {spec.tensors[0]}"
             )
-    return sorted(specs, key=lambda spec: (spec.layer, spec.name))
+    return specs if tensors else sorted(specs, key=lambda spec: (spec.layer, spec.name))
 
 
 # --- DeepSeek-V4.1 Engram ------------------------------------------------------------------------
@@ -329,6 +329,12 @@ def _named_table(checkpoint: Checkpoint, name: str) -> TableSpec:
     if not ref.shape or not ref.size:
         raise TensorShapeError(
             f"{name} has shape {list(ref.shape)}; a table needs rows: a first axis and some bytes"
+        )
+    if not _TABLE_NAME.fullmatch(name.removesuffix(".weight")) or len(name) > _TABLE_NAME_MAX:
+        raise UnsupportedTableError(
+            f"{name[:_TABLE_NAME_MAX]!r} cannot name a table: letters, digits and ._+@:- in parts "
+            f"joined by /, {_TABLE_NAME_MAX} characters at most; rename the tensor in the "
+            f"checkpoint; run: ls {checkpoint.path}"
         )
     bits = DTYPE_BITS.get(ref.dtype, 8)
     if ref.size % ref.rows or (ref.size // ref.rows * 8) % bits:

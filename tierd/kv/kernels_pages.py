@@ -102,6 +102,7 @@ def write_back(
         is_sparse = tl.load(sparse + row)
         complete = tl.load(length + row) // BLOCK
         first = tl.load(landed + row * HEADS + head)
+        tl.debug_barrier()  # all warps have read it before the first that is done moves it on
         word = tl.arange(0, WORDS)
         block = first
         while block < complete:
@@ -122,24 +123,27 @@ def write_back(
                 block += 1
         if complete > first:
             tl.store(landed + row * HEADS + head, complete)
-            tl.atomic_add(counters + C_WRITTEN, (complete - first).to(tl.int64))
+            add(counters + C_WRITTEN, complete - first)
 
 
 @triton.jit
-def is_owned(headers, owner, host, block, layer):
-    """Whether a host page carries the header that this request's block must have."""
-    request = tl.load(headers + host * 4) == tl.load(owner)
-    generation = tl.load(headers + host * 4 + 3) == tl.load(owner + 1)
-    place = (tl.load(headers + host * 4 + 1) == block) & (tl.load(headers + host * 4 + 2) == layer)
-    return request & generation & place
+def is_owned(headers, owner, host, block, layer, use):
+    """Whether host pages carry the headers that these requests' blocks must have, where in use."""
+    at = headers + host * 4
+    request = tl.load(at, mask=use, other=0) == tl.load(owner, mask=use, other=0)
+    generation = tl.load(at + 3, mask=use, other=0) == tl.load(owner + 1, mask=use, other=0)
+    place = (tl.load(at + 1, mask=use, other=0) == block) & (
+        tl.load(at + 2, mask=use, other=0) == layer
+    )
+    return use & request & generation & place
 
 
 @triton.jit(do_not_specialize=["pages_stride", "host_stride", "layer", "items"])
 def transfer(
-    plan_block, plan_slot, plan_count, pages, host, headers, page_table, host_table, owner, map_,
-    slot_of, counters, pages_stride, host_stride, layer, items,
+    plan_block, plan_slot, plan_count, admit, pages, host, headers, page_table, host_table, owner,
+    map_, slot_of, counters, pages_stride, host_stride, layer, items,
     HEADS: tl.constexpr, WORDS: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr,
-    CAP: tl.constexpr,
+    CAP: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Carry the plan out: fetch entries into the pages they replace, and turn the map over.
 
@@ -148,47 +152,72 @@ def transfer(
     Entry and header are read together, since each trip over the link takes a microsecond or two;
     only what is stored depends on the header.
 
-    Grid: any number of programs; each takes every so many-th entry of the plan, so that few
-    multiprocessors suffice to fill the link.
+    Grid: any number of programs. Each takes ENTRIES of the plan at a time, all under way together,
+    and only of those places that a step may admit to: passing over all that a plan may have, 122
+    of 128 at a cap of 0.05, took as long as the transfer. An atomic operation for each entry would
+    order everything around it, so counts are added once.
     """
-    at = tl.program_id(0)
-    word = tl.arange(0, WORDS)
-    while at < items * CAP:
-        # Neighbouring programs take different requests: their plans are equally long.
-        item = at % items
-        n = at // items
-        if n < tl.load(plan_count + item):
-            row = item // HEADS
-            head = item % HEADS
-            inverse = slot_of + item * host_stride
-            block = tl.load(plan_block + item * CAP + n)
-            slot = tl.load(plan_slot + item * CAP + n)
-            source = tl.load(host_table + row * host_stride + block).to(tl.int64)
-            page = tl.load(page_table + row * pages_stride + slot).to(tl.int64)
-            held = tl.load(inverse + block)
-            old = tl.load(map_ + item * SLOTS + slot)
-            to = pages + (page * HEADS + head) * WORDS + word
-            good = held >= K
-            if good:
-                near = tl.load(page_table + row * pages_stride + held).to(tl.int64)
-                tl.store(to, tl.load(pages + (near * HEADS + head) * WORDS + word))
-            else:
-                known = tl.maximum(source, 0)
-                entry = tl.load(host + (known * HEADS + head) * WORDS + word)
-                own = owner + (row * host_stride + block) * 2
-                good = is_owned(headers, own, known, block, layer) & (source >= 0)
-                if good:
-                    tl.store(to, entry)
-            if old >= 0:
-                tl.store(inverse + old, -1)
-                tl.atomic_add(counters + C_EVICTED, tl.full((), 1, tl.int64))
-            if good:
-                if held >= K:
-                    tl.store(map_ + item * SLOTS + held, -1)
-                tl.store(map_ + item * SLOTS + slot, block)
-                tl.store(inverse + block, slot)
-                tl.atomic_add(counters + C_ADMITTED, tl.full((), 1, tl.int64))
-            else:
-                tl.store(map_ + item * SLOTS + slot, -1)
-                tl.atomic_add(counters + C_WRONG_OWNER, tl.full((), 1, tl.int64))
-        at += tl.num_programs(0)
+    word = tl.arange(0, WORDS)[None, :]
+    lane = tl.arange(0, ENTRIES)
+    none = tl.zeros((ENTRIES,), tl.int32)
+    admitted, evicted, wrong = none, none, none
+    planned = items * tl.minimum(tl.load(admit), CAP)
+    first = tl.program_id(0) * ENTRIES
+    while first < planned:
+        # Neighbouring places are different requests': their plans are equally long.
+        item = (first + lane) % items
+        n = (first + lane) // items
+        use = n < tl.load(plan_count + item)
+        row = item // HEADS
+        head = item % HEADS
+        inverse = slot_of + item * host_stride
+        block = tl.load(plan_block + item * CAP + n, mask=use, other=0)
+        slot = tl.load(plan_slot + item * CAP + n, mask=use, other=0)
+        at = row * host_stride + block
+        source = tl.load(host_table + at, mask=use, other=-1).to(tl.int64)
+        page = tl.load(page_table + row * pages_stride + slot, mask=use, other=0).to(tl.int64)
+        held = tl.load(inverse + block, mask=use, other=-1)
+        old = tl.load(map_ + item * SLOTS + slot, mask=use, other=-1)
+        near = held >= K
+        far = use & (held < K) & (source >= 0)
+        entry = tl.load(
+            host + ((source * HEADS + head) * WORDS)[:, None] + word, mask=far[:, None], other=0
+        )
+        good = near | is_owned(headers, owner + at * 2, source, block, layer, far)
+        beside = tl.load(page_table + row * pages_stride + held, mask=near, other=0).to(tl.int64)
+        entry = tl.load(
+            pages + ((beside * HEADS + head) * WORDS)[:, None] + word, mask=near[:, None],
+            other=entry,
+        )  # fmt: skip
+        tl.store(pages + ((page * HEADS + head) * WORDS)[:, None] + word, entry, mask=good[:, None])
+        tl.debug_barrier()  # all warps have read the map before one of them turns it over
+        turn_over(map_ + item * SLOTS, inverse, block, slot, held, old, use, near, good)
+        admitted += good.to(tl.int32)
+        evicted += (use & (old >= 0)).to(tl.int32)
+        wrong += (use & (good == 0)).to(tl.int32)
+        first += tl.num_programs(0) * ENTRIES
+    count_moves(counters, tl.sum(admitted, 0), tl.sum(evicted, 0), tl.sum(wrong, 0))
+
+
+@triton.jit
+def count_moves(counters, admitted, evicted, wrong):
+    """Add up what a program has moved."""
+    add(counters + C_ADMITTED, admitted)
+    add(counters + C_EVICTED, evicted)
+    add(counters + C_WRONG_OWNER, wrong)
+
+
+@triton.jit
+def turn_over(map_, inverse, block, slot, held, old, use, near, good):
+    """Let the map and its inverse say what stands in the slots of a plan's places now."""
+    tl.store(inverse + old, -1, mask=use & (old >= 0))
+    tl.store(map_ + held, -1, mask=near)
+    tl.store(map_ + slot, tl.where(good, block, -1), mask=use)
+    tl.store(inverse + block, slot, mask=good)
+
+
+@triton.jit
+def add(counter, value):
+    """Count, in no order with anything else."""
+    if value > 0:
+        tl.atomic_add(counter, value.to(tl.int64), sem="relaxed")

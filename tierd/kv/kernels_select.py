@@ -131,5 +131,5 @@ def select(
         tl.debug_barrier()
         tl.store(stamp + item * SLOTS + place, now, mask=victim)
         tl.store(plan_count + item, moved)
-        tl.atomic_add(counters + C_WANTED, tl.minimum(last, K).to(tl.int64))
-        tl.atomic_add(counters + C_HIT, tl.sum(hit.to(tl.int64), 0))
+        tl.atomic_add(counters + C_WANTED, tl.minimum(last, K).to(tl.int64), sem="relaxed")
+        tl.atomic_add(counters + C_HIT, tl.sum(hit.to(tl.int64), 0), sem="relaxed")

@@ -13,9 +13,13 @@ if TYPE_CHECKING:
     from tierd.kv.layer import LayerState, Tables
     from tierd.kv.shape import Budget, KvShape
 
-# 16 programs of plain copies fill a PCIe 5 link of an H200 (51 GB/s); ours read plans and headers
-# besides, so three times as many keep as many entries under way.
-TRANSFER_PROGRAMS = 48
+# Programs of the transfer: one for so many KV heads (of all requests), up to what fills the link;
+# few requests have little to move and a layer's time for it. Entries that a program has under way,
+# and its warps: `python -m bench.kv_tune transfer` compares.
+TRANSFER_HEADS = 2
+TRANSFER_PROGRAMS_MAX = 96
+TRANSFER_ENTRIES = 2
+TRANSFER_WARPS = 4
 SCORE_TILE = 64
 
 
@@ -74,11 +78,13 @@ class Kernels:
 
     def __init__(
         self, shape: KvShape, budget: Budget, *, splits: int = 4, tile: int = 64, stages: int = 2,
-        warps: int = 4, programs: int = TRANSFER_PROGRAMS,
+        warps: int = 4, transfer_heads: int = TRANSFER_HEADS, entries: int = TRANSFER_ENTRIES,
+        transfer_warps: int = TRANSFER_WARPS,
     ) -> None:  # fmt: skip
         self.shape, self.budget = shape, budget
         self.splits, self.tile, self.stages, self.warps = splits, tile, stages, warps
-        self.programs = programs
+        self.transfer_heads, self.entries = transfer_heads, entries
+        self.transfer_warps = transfer_warps
         self.precision = "ieee" if shape.dtype == torch.float32 else "tf32"
         self._rooms: dict[tuple[Any, ...], _Room] = {}
 
@@ -126,12 +132,14 @@ class Kernels:
 
         shape, budget = self.shape, self.budget
         items = tables.rows * shape.kv_heads
-        transfer[(self.programs,)](
-            state.plan_block, state.plan_slot, state.plan_count, _words(state.pages),
+        programs = max(1, min(items // self.transfer_heads, TRANSFER_PROGRAMS_MAX))
+        transfer[(programs,)](
+            state.plan_block, state.plan_slot, state.plan_count, tables.admit, _words(state.pages),
             _words(state.host), state.headers, tables.pages, tables.host, tables.owner, state.map,
             state.slot_of, state.counters, tables.pages.shape[1], tables.host.shape[1],
             state.number, items, HEADS=shape.kv_heads, WORDS=shape.entry_bytes // 8,
-            K=budget.blocks, SLOTS=budget.slots, CAP=state.plan_block.shape[-1], num_warps=4,
+            K=budget.blocks, SLOTS=budget.slots, CAP=state.plan_block.shape[-1],
+            ENTRIES=self.entries, num_warps=self.transfer_warps,
         )  # fmt: skip
 
     def write_back(self, state: LayerState, tables: Tables) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tierd.errors import KvPoolFullError
+from tierd.errors import KvPoolFullError, KvUnsupportedError
 from tierd.kv.layer import EMPTY, header_of
 from tierd.kv.shape import LOCAL
 
@@ -141,9 +141,16 @@ class Requests:
 
         Raises:
             KvPoolFullError: a pool has no page; nothing has changed.
+            KvUnsupportedError: more tokens than the tables have room for; nothing has changed.
         """
         request = self.rows[row]
         blocks = self.shape.blocks(request.length + tokens)
+        room = self.tables.host.shape[1]
+        if blocks > room:
+            raise KvUnsupportedError(
+                f"{request.length + tokens} tokens; a request has room for {room} blocks of "
+                f"{self.shape.block} here: make the session for a longer context"
+            )
         more_gpu = 0 if request.sparse else max(0, blocks - len(request.gpu))
         more_host = max(0, blocks - len(request.host))
         gpu: list[int] = []
@@ -185,7 +192,9 @@ class Requests:
         assert self.can_turn_sparse(row), "its full copy has not landed"
         own = request.length // self.shape.block
         kept = min(k, own - 1) if own else 0
-        ring = {k + b % LOCAL: b for b in range(max(kept, own - LOCAL + 1), len(request.gpu))}
+        # A crop may have left pages beyond the block that is being written: they are free.
+        last = min(own + 1, len(request.gpu))
+        ring = {k + b % LOCAL: b for b in range(max(kept, own - LOCAL + 1), last)}
         fresh = self.gpu.take(self.budget.slots - kept - len(ring))
         held = [*range(kept), *ring.values()]
         freed = sorted(set(range(len(request.gpu))) - set(held))

@@ -25,7 +25,7 @@ from tierd.kv.layer import LayerState, Tables
 from tierd.kv.ops import ops_for
 from tierd.kv.pool import KvPool
 from tierd.kv.requests import Requests
-from tierd.kv.shape import LOCAL, StepBudget
+from tierd.kv.shape import StepBudget
 
 if TYPE_CHECKING:
     from tierd.kv.shape import Budget, KvShape
@@ -75,6 +75,7 @@ class Session:
         self._gate = StepBudget(shape, budget, link_bytes_s) if link_bytes_s else None
         self._began = 0.0
         self._queries = 0
+        self._start = 0  # tokens before the last step
         self._fresh: set[int] = set()
         self._predicted: list[torch.Tensor | None] = [None] * shape.layers
 
@@ -119,7 +120,7 @@ class Session:
             )
         for row in self.requests.rows:
             self.requests.grow(row, queries)
-        self._queries = queries
+        self._start, self._queries = self.length, queries
         self._began = time.perf_counter()
 
     def attend(
@@ -221,15 +222,18 @@ class Session:
         """Take back the tokens from `length` on: drafts that were rejected.
 
         Raises:
-            KvUnsupportedError: further back than the blocks that never leave HBM.
+            KvUnsupportedError: tokens that are not there, or, of a sparse request, more than its
+                last step's: what is local was chosen by where that step began.
         """
         if length == self.length:
             return
+        if not 0 <= length < self.length:
+            raise KvUnsupportedError(f"crop to {length} tokens; the cache holds {self.length}")
         sparse = any(request.sparse for request in self.requests.rows.values())
-        if sparse and length // self.shape.block < self.length // self.shape.block - LOCAL + 2:
+        if sparse and length < self._start:
             raise KvUnsupportedError(
-                f"crop from {self.length} to {length} tokens: a sparse request keeps its last "
-                f"{LOCAL - 1} blocks only"
+                f"crop from {self.length} to {length} tokens: a sparse request takes back its last "
+                f"step's only, from {self._start} on"
             )
         for row, request in self.requests.rows.items():
             request.length = length

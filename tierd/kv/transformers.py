@@ -47,6 +47,8 @@ def refuse(config: Any, *, cache_dtype: str = "auto") -> None:
     if kinds != {"full_attention"}:
         others = ", ".join(sorted(kinds - {"full_attention"}))
         raise KvUnsupportedError(f"{name} has {others} layers; only full attention is supported")
+    if getattr(config, "is_encoder_decoder", False):
+        raise KvUnsupportedError(f"{name} attends to an encoder; only decoders are supported")
     if getattr(config, "attn_logit_softcapping", None):
         raise KvUnsupportedError(f"{name} caps its attention scores, which no kernel here does")
 
@@ -60,6 +62,8 @@ def shape_of(config: Any, dtype: torch.dtype, block: int = 16) -> KvShape:
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if heads % kv_heads:
+        raise KvUnsupportedError(f"{heads} query heads do not divide among {kv_heads} KV heads")
     return KvShape(config.num_hidden_layers, kv_heads, heads // kv_heads, dim, block, dtype)
 
 

@@ -47,6 +47,7 @@ def inspect(name: str) -> dict[str, Any]:
             "roots": found.roots,
             "images": _images(found),
             "parts": _parts(found),
+            "wipes": _wipes(found),
             "placements": {} if found.table is None else found.table.placements,
             "identities": 0 if found.table is None else len(found.table.identities),
             "free_runs": [
@@ -111,6 +112,21 @@ def _parts(found: Finding) -> list[dict[str, Any]]:
             "extents": _extents(part.extents),
         }
         for part in found.table.parts
+    ]
+
+
+def _wipes(found: Finding) -> list[dict[str, Any]]:
+    if found.table is None:
+        return []
+    return [
+        {
+            "name": wipe.name,
+            "image_id": f"{wipe.image_id:016x}",
+            "generation": wipe.generation,
+            "home": wipe.devices[0],
+            "extents": _extents(wipe.extents),
+        }
+        for wipe in found.table.wipes
     ]
 
 

@@ -148,11 +148,27 @@ def copy_image(
 
 
 def delete_image(devices: Sequence[str], name: str, *, wipe: bool) -> dict[str, Any]:
-    """Delete an image from its devices; return what it was, and which devices kept their part."""
+    """Delete an image from its devices; return what it was, and which devices kept their part.
+
+    Of an image that is gone already, and whose wipe was cut off, the wipe is finished; without
+    ``wipe`` it is given up.
+    """
     with explained_busy(), open_set(devices, write=True) as stores:
+        if stores.find(name) is None and stores.wipes(name):
+            size = stores.finish_wipes(name, overwrite=wipe)
+            made = {"name": name, "wiped": wipe, "given_up": not wipe, "size_bytes": size}
+            return {**made, "parts_kept_on": []}
         gone = stores.delete(name, wipe=wipe)
         kept = [share.path for share in gone.shares if share.store is None]
-        return {**image_json(gone), "wiped": wipe, "parts_kept_on": kept}
+        return {**image_json(gone), "wiped": wipe, "given_up": False, "parts_kept_on": kept}
+
+
+def delete_parts(devices: Sequence[str], name: str, *, wipe: bool) -> dict[str, Any]:
+    """Give up what devices hold of an image whose home is gone for good."""
+    with explained_busy(), open_set(devices, write=True) as stores:
+        size = stores.drop_orphans(name, wipe=wipe)
+        paths = [store.device.path for store in stores.stores]
+    return {"name": name, "devices": paths, "wiped": wipe, "size_bytes": size}
 
 
 def image_json(image: StripedImage, copies: Sequence[StripedImage] = ()) -> dict[str, Any]:
@@ -198,7 +214,9 @@ def _table_json(table: TableSpec) -> dict[str, Any]:
 
 def format_device(device: str, *, size: int | None, force: str | None) -> dict[str, Any]:
     """Make a device ready for images; return what it is, JSON-ready."""
-    with explained_busy(), Store.format(device, size=size, force=force) as store:
+    path = find_devices.resolve(device)
+    named = path if force == device else force
+    with explained_busy(), Store.format(path, size=size, force=named) as store:
         return {
             "device": store.device.path,
             "uuid": store.uuid,

@@ -86,8 +86,20 @@ def show_explained(state: dict[str, Any]) -> None:
             f"{device['page_us']:.2f} us a page (+ {device['later_us']:.2f} us a later one), "
             f"from {device['seen']} looks{note}"
         )
+    for placement in state["placements"]:
+        console.print(f"{placement['image']} is read from")
+        for number, tier in enumerate(placement["tiers"], 1):
+            console.print(f"  {number}. {_tier(tier)}")
     for one in state["decisions"][:10]:
         console.print(f"{one['time']}  {one['action']}: {one['reason']}")
+
+
+def _tier(tier: dict[str, Any]) -> str:
+    """Say where a tier is, how long it takes, and why it stands where it stands."""
+    text = f"{tier['tier']} {', '.join(tier['devices'])}"
+    if tier["read_us"] is not None:
+        text += f" over {tier['transport']}, {tier['read_pages']} pages in {tier['read_us']:.0f} us"
+    return f"{text}: {tier['why']}"
 
 
 def _tables(tables: list[dict[str, Any]]) -> Table:

@@ -29,7 +29,13 @@ def images(listed: list[dict[str, Any]]) -> None:
             str(image["generation"]),
             " ".join(image["devices"]),
         )
-    make_console().print(table)
+    console = make_console()
+    console.print(table)
+    for image in listed:
+        for copy in image.get("copies", ()):
+            console.print(f"copy of {image['name']}: {' '.join(copy)}")
+        if image.get("fault"):
+            console.print(f"not served: {image['name']}: {image['fault']}")
 
 
 def status(
@@ -53,6 +59,13 @@ def status(
     for number, pump in enumerate(state["pumps"]):
         reason = f" ({pump['transport_reason']})" if pump["transport_reason"] else ""
         console.print(f"  pump {number}: {pump['transport']}{reason}")
+    for held in state["dram"]:
+        place = {
+            "ready": f"in memory, {held['memory']}",
+            "loading": f"{held['loaded_pages']} of {held['pages']} pages are in memory",
+            "failed": f"not in memory: {held['reason']}",
+        }
+        console.print(f"  {held['image']}: {place[held['state']]}")
     for line in _concerns(state):
         console.print(f"  {line}")
     console.print(f"  {state['images']} images, {len(clients)} clients")
@@ -78,6 +91,11 @@ def _concerns(state: dict[str, Any]) -> Iterator[str]:
         yield f"damaged: {name}: {'; '.join(damage[:4])}; run: tierd verify {name}"
     for absent in state["absent_devices"]:
         yield f"device {absent['device']} is not there: {absent['reason']}"
+    if state["exports_fault"]:
+        yield f"nothing is exported: {state['exports_fault']}"
+    for peer in state["peers"]:
+        how = f"over {peer['transport']}: {', '.join(peer['images']) or 'no image of ours'}"
+        yield f"peer {peer['name']}: {how if peer['up'] else 'away: ' + peer['reason']}"
     for image in state["incomplete_images"]:
         yield f"not served: {image['name']}: {image['reason']}"
     for name in state["shadowed_images"]:

@@ -70,11 +70,12 @@ def device(found: dict[str, Any]) -> None:
         console.print(
             f"  root {root['slot']}: {root['fault'] or 'whole'}{': ' * bool(shown)}{shown}"
         )
-    for kind in ("images", "parts"):
+    for kind in ("images", "parts", "wipes"):
         for held in found[kind]:
             room = show.size(sum(extent["bytes"] for extent in held["extents"]))
             where = ", ".join(f"{e['offset']}+{e['bytes']}" for e in held["extents"][:8])
-            of = f", home {held['home']}" if kind == "parts" else f", {held['pages']:,} pages"
+            of = f", {held['pages']:,} pages" if kind == "images" else f", home {held['home']}"
+            of += ", not finished" if kind == "wipes" else ""
             console.print(
                 f"  {kind[:-1]} {held['name']}, {held['image_id']} generation "
                 f"{held['generation']}{of}: {room} at {where}"

@@ -23,13 +23,20 @@ class Process:
     """A process of an engine; it starts at once, and its findings are waited for."""
 
     def __init__(
-        self, release: str, module: str, *words: str, environ: dict[str, str] | None = None
+        self,
+        release: str,
+        module: str,
+        *words: str,
+        environ: dict[str, str] | None = None,
+        python: Path | None = None,
     ) -> None:
         self._directory = tempfile.TemporaryDirectory()
         self._report = Path(self._directory.name) / "report.json"
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("TIERD", "SGLANG"))}
+        inherited = {
+            k: v for k, v in os.environ.items() if not k.startswith(("TIERD", "SGLANG", "VLLM"))
+        }
         self._process = subprocess.Popen(
-            [str(python_of(release)), "-m", module, *words],
+            [str(python or python_of(release)), "-m", module, *words],
             cwd=ROOT,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

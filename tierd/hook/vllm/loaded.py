@@ -6,7 +6,6 @@ Only then are the tables attached, and only then does a forward kick them.
 from __future__ import annotations
 
 import functools
-import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from torch import nn
-
-log = logging.getLogger("tierd")
 
 
 def patch(module: ModuleType) -> None:
@@ -61,7 +58,6 @@ def take(model: nn.Module) -> None:
             module.tierd_test()
     _let_hashers_kick(model)
     names = ", ".join(f"layer {module.tierd.layer}" for module in served)
-    log.info("tables of %s are served by tierd", names)
     print(f"tierd: tables of {names} are served", file=sys.stderr, flush=True)
 
 

@@ -79,8 +79,9 @@ class Columns:
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *args: Any, **options: Any) -> None:
         if not _PLACE.search(options.get("prefix", "")):
-            self.__class__ = self.tierd_stock  # nobody will see that it was another
-            self.tierd_stock.__init__(self, num_embeddings, embedding_dim, *args, **options)
+            stock = self.tierd_stock
+            self.__class__ = stock  # nobody will see that it was another
+            stock.__init__(self, num_embeddings, embedding_dim, *args, **options)
             return
         with or_exit():
             device = torch.empty(0).device

@@ -95,6 +95,7 @@ NB_MODULE(_native, m) {
     m.doc() = "tierd's native core: pages, rings, pumps and the CPU twin.";
     tierd::bind_pages(m);
     tierd::bind_protocol(m);
+    tierd::bind_verbs(m);
     tierd::bind_pump(m);
     tierd::bind_channel(m);
     tierd::bind_twin(m);

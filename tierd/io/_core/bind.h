@@ -10,5 +10,6 @@ void bind_channel(nanobind::module_& m);
 void bind_twin(nanobind::module_& m);
 void bind_sim(nanobind::module_& m);
 void bind_watchdog(nanobind::module_& m);
+void bind_verbs(nanobind::module_& m);
 void bind_probe(nanobind::module_& m);
 }  // namespace tierd

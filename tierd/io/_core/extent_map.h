@@ -53,6 +53,7 @@ class ExtentMap {
     }
     void prefetch(std::uint64_t page) const { __builtin_prefetch(&buckets_[page / kBucketPages]); }
 
+    std::uint32_t first_device() const { return runs_.front().device; }
     bool uses(std::uint32_t device) const {
         return std::any_of(runs_.begin(), runs_.end(),
                            [device](const Run& run) { return run.device == device; });

@@ -226,6 +226,7 @@ std::uint32_t Pump::issue_request(ServerRing& ring, ServerRequest& request, std:
     const std::uint32_t* pages = request.pages + request.issued;
     const std::uint32_t ahead = std::min<std::uint32_t>(count, kAheadTable);
     for (std::uint32_t i = 0; i < ahead; ++i) map.prefetch(pages[i]);
+    const auto first = static_cast<std::uint8_t>(attempt_from(ring.table(), 0));
     std::uint32_t reads = 0;
     for (std::uint32_t i = 0; i < count; ++i) {
         const std::uint32_t row = request.issued + i;
@@ -233,9 +234,10 @@ std::uint32_t Pump::issue_request(ServerRing& ring, ServerRequest& request, std:
         if (i + ahead < count) map.prefetch(pages[i + ahead]);
         const std::uint32_t token = free_.back();
         free_.pop_back();
-        slots_[token] = {&ring, now_ns, row, 0, number, 0};
+        slots_[token] = {&ring, now_ns, row, 0, number, first};
         out[reads++] = prepare(token, now_ns);
     }
+    if (first != 0) counts_.passed_over += reads;
     request.issued += count;
     request.in_flight += reads;
     ring.in_flight += reads;
@@ -250,6 +252,7 @@ Read Pump::prepare(std::uint32_t token, std::uint64_t now_ns) {
     const PagePlace place = ring.table().tier(slot.attempt).locate(request.pages[slot.row]);
     slot.submitted_ns = now_ns;
     slot.device = static_cast<std::uint16_t>(place.device);
+    ++device_counts_[place.device].in_flight;
     return {ring.arena(arena_page), place.offset, place.device, ring.buffer_of(arena_page), token};
 }
 
@@ -269,9 +272,30 @@ bool Pump::reap(std::uint64_t now_ns) {
         const auto bucket =
             static_cast<std::uint32_t>(std::bit_width((now_ns - slot.submitted_ns) / 1000));
         ++counts_.latency_us[std::min(bucket, kLatencyBuckets - 1)];
+        DeviceReport& device = device_counts_[slot.device];
+        ++device.latency_us[std::min(bucket, kLatencyBuckets - 1)];
+        --device.in_flight;
         finish(done_[i].token, done_[i].result);
     }
     return true;
+}
+
+// The first attempt from `attempt` on whose tier is there. Where none is, `attempt` itself: the
+// reader then waits for the peer for a while.
+std::uint32_t Pump::attempt_from(const ServedTable& table, std::uint32_t attempt) const {
+    if (remote_ == nullptr) return attempt;
+    for (std::uint32_t a = attempt; a < table.attempts(); ++a)
+        if (remote_->ready(table.tier(a).first_device())) return a;
+    return attempt;
+}
+
+// A peer that did not answer is not asked again at once, unless the pages lie nowhere else.
+std::uint32_t Pump::attempt_after(const ReadSlot& slot, std::int32_t result) const {
+    const std::uint32_t next = slot.attempt + 1u;
+    const ServedTable& table = slot.ring->table();
+    if (remote_ == nullptr || next >= table.attempts()) return next;
+    const bool unanswered = slot.attempt == 0 && result < 0 && remote_->is_remote(slot.device);
+    return attempt_from(table, unanswered && table.attempts() > 2 ? 2 : next);
 }
 
 std::uint8_t* Pump::target(const ReadSlot& slot) const {
@@ -288,9 +312,10 @@ void Pump::finish(std::uint32_t token, std::int32_t result) {
         const Status status = judge(slot, result);
         if (status != Status::ok) {
             ++device.errors;
-            if (slot.attempt + 1u < ring.table().attempts() && request.status == Status::ok) {
-                ++(slot.attempt == 0 ? counts_.retries : counts_.next_tier);
-                ++slot.attempt;
+            const std::uint32_t next = attempt_after(slot, result);
+            if (next < ring.table().attempts() && request.status == Status::ok) {
+                ++(next == 1 ? counts_.retries : counts_.next_tier);
+                slot.attempt = static_cast<std::uint8_t>(next);
                 retries_.push_back(token);
                 return;
             }
@@ -318,9 +343,11 @@ Status Pump::judge(const ReadSlot& slot, std::int32_t result) {
     if (result < 0) return Status::read_error;
     if (result != static_cast<std::int32_t>(kPageBytes)) return Status::short_read;
     if (!options_.checks) return Status::ok;
-    // A page that failed once is never let through on the strength of its trailer alone.
+    // A page that failed once, or that came from another node's memory, is never let through on the
+    // strength of its trailer alone.
     bool check_crc = false;
-    if (options_.crc_sample != 0 && (slot.attempt != 0 || ++crc_turn_ >= options_.crc_sample)) {
+    const bool always = slot.attempt != 0 || (remote_ != nullptr && remote_->is_remote(slot.device));
+    if (options_.crc_sample != 0 && (always || ++crc_turn_ >= options_.crc_sample)) {
         check_crc = true;
         crc_turn_ = 0;
         ++counts_.crc_checked;

@@ -23,6 +23,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "deadline_heap.h"
@@ -30,6 +31,7 @@
 #include "extent_map.h"
 #include "protocol.h"
 #include "reader.h"
+#include "reader_remote.h"
 #include "server_ring.h"
 
 namespace tierd {
@@ -58,6 +60,10 @@ struct PumpOptions {
     // A guardian's answer to a request of a GPU ring that failed for good: say why and end the
     // process, since a GPU that waits for rows cannot be told otherwise.
     bool end_rank = false;
+    // Whether tables may lie in other nodes' memory, and how long a read of one that lies nowhere
+    // else waits for its peer to come back.
+    bool remote = false;
+    std::uint32_t remote_hold_ms = 5000;
 };
 
 struct ServedTableSpec {
@@ -80,11 +86,14 @@ struct RingReport {
 struct DeviceReport {
     std::uint32_t device;
     std::uint64_t reads, errors;
+    std::uint32_t in_flight;
+    std::array<std::uint64_t, kLatencyBuckets> latency_us;  // buckets as PumpStats::latency_us
 };
 
 struct PumpStats {
     RingCounters totals;  // of all rings, removed ones included
     std::uint64_t reads = 0, retries = 0, next_tier = 0, crc_checked = 0;
+    std::uint64_t passed_over = 0;  // pages whose first tier was known to be away
     std::uint32_t in_flight = 0, in_flight_max = 0;
     std::uint64_t parks = 0, wakes = 0, beats = 0;
     std::uint64_t held_back = 0;  // looks at a request whose pages were still being read into
@@ -116,6 +125,14 @@ class Pump : public Driver {
 
     std::uint32_t add_device(int fd);
     void remove_device(std::uint32_t device);
+    // A device that is one image in a peer's memory. It is away until link_remote().
+    std::uint32_t add_remote();
+    // From now on the devices' pages are read through `link`, which this pump's thread alone uses
+    // from here on. False if it failed meanwhile.
+    bool link_remote(const std::shared_ptr<RemoteLink>& link,
+                     const std::vector<std::pair<std::uint32_t, std::vector<RemotePlace>>>& devices);
+    // Ends a link, as if the peer had gone.
+    void drop_link(const std::shared_ptr<RemoteLink>& link, const std::string& why);
     std::uint32_t add_table(const ServedTableSpec& spec);
     void remove_table(std::uint32_t table);
     std::uint32_t add_channel(int fd);
@@ -149,6 +166,8 @@ class Pump : public Driver {
     struct Device {
         int fd = -1;
         std::uint32_t tables = 0;  // that have an extent on it
+        bool remote = false;
+        bool used() const { return fd >= 0 || remote; }
     };
     // A read between issue and answer. Its number is the token that the reader gives back. Small,
     // because the kernel's work on the reads in between drives the slots out of the cache.
@@ -173,6 +192,8 @@ class Pump : public Driver {
     // --- control path (pump_control.cc) ----------------------------------------------------------
     void open_reader(const ReaderFactory& factory);
     std::unique_ptr<Reader> make_reader(const ReaderOptions& options) const;
+    std::unique_ptr<Reader> make_local_reader(const ReaderOptions& options) const;
+    std::uint32_t free_device() const;
     void check_running_or_fresh() const;
     bool is_copy() const;
     void call(const Step& step) { call(step, kForever); }
@@ -206,6 +227,8 @@ class Pump : public Driver {
     std::size_t issue_retries(std::uint64_t now_ns);
     std::uint32_t issue_request(ServerRing& ring, ServerRequest& request, std::uint32_t count,
                                 std::uint64_t now_ns, Read* out);
+    std::uint32_t attempt_from(const ServedTable& table, std::uint32_t attempt) const;
+    std::uint32_t attempt_after(const ReadSlot& slot, std::int32_t result) const;
     std::uint8_t* target(const ReadSlot& slot) const;
     Read prepare(std::uint32_t token, std::uint64_t now_ns);
     bool reap(std::uint64_t now_ns);
@@ -225,6 +248,7 @@ class Pump : public Driver {
     const std::uint64_t park_ns_;
     int wake_fd_ = -1;
     std::unique_ptr<Reader> reader_;
+    RemoteReader* remote_ = nullptr;  // reader_ where tables may be remote
 
     // What the callers know; guarded by control_mutex_.
     std::mutex control_mutex_;

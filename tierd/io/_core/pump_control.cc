@@ -53,6 +53,8 @@ void check_options(const PumpOptions& o) {
     require_range("queue_depth", o.queue_depth, 1, kQueueDepthMax);
     require_range("read_threads", o.read_threads, 1, kReadThreadsMax);
     require(o.park_us != 0, "park_us must be at least 1");
+    require(!o.remote || (!o.guardian && o.transport != "simulated"),
+            "remote: guardians and simulated pumps read no remote tables");
     require_range("suspect_ms", o.suspect_ms, 1, 10'000);
     if (o.cpu < 0) return;
     cpu_set_t allowed;
@@ -134,6 +136,12 @@ Pump::Pump(const PumpOptions& options, const ReaderFactory& factory)
 void Pump::open_reader(const ReaderFactory& factory) {
     const ReaderOptions options{options_.queue_depth, options_.read_threads, wake_fd_};
     reader_ = factory ? factory(options) : make_reader(options);
+    if (options_.remote) {
+        const std::uint64_t hold_ns = std::uint64_t{options_.remote_hold_ms} * 1'000'000;
+        auto remote = std::make_unique<RemoteReader>(options, std::move(reader_), hold_ns);
+        remote_ = remote.get();
+        reader_ = std::move(remote);
+    }
     if (options_.play_base_us == 0 && options_.play_page_us == 0) return;
     const PlayedDevice played{static_cast<std::uint64_t>(options_.play_base_us * 1e3),
                               static_cast<std::uint64_t>(options_.play_page_us * 1e6),
@@ -144,6 +152,10 @@ void Pump::open_reader(const ReaderFactory& factory) {
 std::unique_ptr<Reader> Pump::make_reader(const ReaderOptions& options) const {
     if (options_.transport == "memory") return make_memory_reader(options);
     if (simulated_) return make_sim_reader(options, options_.seed);
+    return make_local_reader(options);
+}
+
+std::unique_ptr<Reader> Pump::make_local_reader(const ReaderOptions& options) const {
     std::string reason;
     std::unique_ptr<Reader> reader;
     if (options_.transport != "threads") reader = make_uring_reader(options, reason);
@@ -219,7 +231,7 @@ bool Pump::stop(std::uint64_t timeout_ns) {
         // The descriptors go now, not with this object: somebody may wait for the device.
         call([this] {
             for (std::uint32_t device = 0; device < kDevicesMax; ++device)
-                if (devices_[device].fd >= 0) reader_->remove_device(device);
+                if (devices_[device].used()) reader_->remove_device(device);
             return Progress::finished;
         });
         close_devices();
@@ -240,8 +252,10 @@ bool Pump::stop(std::uint64_t timeout_ns) {
 }
 
 void Pump::close_devices() {
-    for (Device& device : devices_)
+    for (Device& device : devices_) {
+        device.remote = false;
         if (device.fd >= 0) close(std::exchange(device.fd, -1));
+    }
 }
 
 void Pump::leave() {
@@ -297,15 +311,12 @@ std::uint32_t Pump::add_device(int fd) {
     const int flags = fcntl(fd, F_GETFL);
     require(flags >= 0, "device: fd " + std::to_string(fd) + " is not open");
     require((flags & O_ACCMODE) != O_WRONLY, "device: the fd is not open for reading");
-    const auto free = std::find_if(devices_.begin(), devices_.end(),
-                                   [](const Device& device) { return device.fd < 0; });
-    require(free != devices_.end(), "device: all " + std::to_string(kDevicesMax) + " are in use");
+    const std::uint32_t device = free_device();
     const int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     if (own < 0) refuse_system("device: dup");
-    const auto device = static_cast<std::uint32_t>(free - devices_.begin());
-    *free = {own, 0};
+    devices_[device] = {own, 0};
     call([&] {
-        device_counts_[device] = {device, 0, 0};
+        device_counts_[device] = {device, 0, 0, 0, {}};
         reader_->add_device(device, own);
         return Progress::finished;
     });
@@ -314,7 +325,7 @@ std::uint32_t Pump::add_device(int fd) {
 
 void Pump::remove_device(std::uint32_t device) {
     const std::lock_guard control(control_mutex_);
-    require(device < kDevicesMax && devices_[device].fd >= 0,
+    require(device < kDevicesMax && devices_[device].used(),
             "there is no device " + std::to_string(device));
     require(devices_[device].tables == 0,
             "device " + std::to_string(device) + " still holds extents of a table");
@@ -322,7 +333,7 @@ void Pump::remove_device(std::uint32_t device) {
         reader_->remove_device(device);
         return Progress::finished;
     });
-    close(devices_[device].fd);
+    if (devices_[device].fd >= 0) close(devices_[device].fd);
     devices_[device] = {};
 }
 
@@ -345,7 +356,7 @@ std::uint32_t Pump::add_table(const ServedTableSpec& spec) {
     check_running_or_fresh();
     for (std::uint32_t device = 0; device < kDevicesMax; ++device) {
         const bool used = table->uses(device);
-        require(!used || devices_[device].fd >= 0, "extents: no device " + std::to_string(device));
+        require(!used || devices_[device].used(), "extents: no device " + std::to_string(device));
         devices_[device].tables += used;
     }
     tables_[next_table_] = std::move(table);

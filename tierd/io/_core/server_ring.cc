@@ -203,7 +203,10 @@ void ServerRing::complete(std::uint64_t now_ns) {
         answer(q.sequence, q.status);
         if (q.status == Status::ok) counters.pages += q.limit;
         if (q.status == Status::ok && is_hint()) stage(q);
-        if (now_ns > q.seen_ns) counters.read_ns += now_ns - q.seen_ns;
+        if (now_ns > q.seen_ns) {
+            counters.read_ns += now_ns - q.seen_ns;
+            ++counters.read_times[read_time_bucket(now_ns - q.seen_ns)];
+        }
         answered = true;
     }
     if (answered) wake_waiter();

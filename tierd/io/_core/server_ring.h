@@ -10,6 +10,7 @@
 #pragma once
 
 #include <array>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -63,6 +64,22 @@ struct ServerRequest {
 
 inline constexpr std::uint32_t kStatusCount = 8;
 
+// Read times of requests: bucket 0 counts those below 8 us, each bound is sqrt(2) times the one
+// before, the last bucket takes the rest (from 5.9 s on).
+inline constexpr std::uint32_t kReadTimeBuckets = 40;
+
+constexpr std::uint32_t read_time_bucket(std::uint64_t ns) {
+    constexpr std::uint64_t kUnitNs = 500;  // 8 us are 2^4 of them
+    constexpr std::uint32_t kFirst = 4;
+    const std::uint64_t units = ns / kUnitNs;
+    if (units < 1u << kFirst) return 0;
+    const auto octave = static_cast<std::uint32_t>(std::bit_width(units)) - 1;
+    if (octave >= kFirst + kReadTimeBuckets / 2) return kReadTimeBuckets - 1;
+    const std::uint32_t upper = (units * units) >> (2 * octave + 1) != 0;
+    const std::uint32_t bucket = 1 + 2 * (octave - kFirst) + upper;
+    return bucket < kReadTimeBuckets ? bucket : kReadTimeBuckets - 1;
+}
+
 struct RingCounters {
     std::array<std::uint64_t, kStatusCount> answered{};  // requests, by Status
     std::uint64_t pages = 0;                             // of the requests answered ok
@@ -70,6 +87,7 @@ struct RingCounters {
     std::uint64_t takeovers = 0;                         // times the guardian took the ring
     std::uint64_t staged = 0;                            // of the pages, found where a hint left them
     std::uint64_t read_ns = 0;                           // of all requests, from doorbell to answer
+    std::array<std::uint64_t, kReadTimeBuckets> read_times{};  // requests, by the same time
 
     void add(const RingCounters& other) {
         for (std::uint32_t i = 0; i < kStatusCount; ++i) answered[i] += other.answered[i];
@@ -78,6 +96,7 @@ struct RingCounters {
         takeovers += other.takeovers;
         staged += other.staged;
         read_ns += other.read_ns;
+        for (std::uint32_t i = 0; i < kReadTimeBuckets; ++i) read_times[i] += other.read_times[i];
     }
 };
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tierd.tools.doctor import devices, hardware, kernel
+from tierd.tools.doctor import devices, hardware, kernel, remote
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,5 +41,6 @@ def _look(settings: Settings, seconds: float | None, *, gpu: bool) -> Iterator[F
         yield from devices.examine(path, seconds=seconds)
     yield hardware.numa(settings.devices.paths)
     yield from hardware.rdma()
+    yield from remote.examine(settings, probe=seconds is not None)
     if gpu:
         yield hardware.cuda()

@@ -1,6 +1,6 @@
 """tierd's native core: pages, rings, pumps and the CPU twin."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import enum
 from typing import Annotated
 
@@ -73,6 +73,114 @@ TRAILER_BYTES: int = 32
 
 ROW_BYTES_MAX: int = 4060
 
+class RemoteLink:
+    """
+    A connection to a peer. Up until its first failure, then down for ever.
+    """
+
+    @property
+    def transport(self) -> str: ...
+
+    @property
+    def up(self) -> bool: ...
+
+    @property
+    def failure(self) -> str:
+        """'' or why it is down."""
+
+    @property
+    def trouble(self) -> str:
+        """'' or what is amiss although it is up."""
+
+class QueueLink(RemoteLink):
+    """
+    A link whose pages an outside transfer engine fetches into
+    `memory`; a page's address is its number in the engine's list, times
+    4,096.
+    """
+
+    def __init__(self, depth: int, timeout_ns: int) -> None: ...
+
+    @property
+    def memory(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+        """uint8 [depth * 4096]: slot s is its page s."""
+
+    @property
+    def event_fd(self) -> int:
+        """Readable when there is something to take, or the link has failed."""
+
+    def open(self) -> None:
+        """The engine is ready."""
+
+    def post(self, pages: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu')]) -> None:
+        """Before it joins a pump: want pages; `out` lives until they came."""
+
+    def poll(self) -> int:
+        """Before it joins a pump: how many more have come whole."""
+
+    def take(self, most: int) -> tuple:
+        """(slots, page numbers), int32 [n] each."""
+
+    def finish(self, slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], whole: bool) -> None:
+        """These slots hold their pages, or will never."""
+
+VERBS: bool = True
+
+class VerbsError(RuntimeError):
+    pass
+
+def verbs_devices() -> list:
+    """
+    RDMA devices with their ports; VerbsError where the machine has no RDMA at all.
+    """
+
+class VerbsContext:
+    """An RDMA device, opened, with a protection domain."""
+
+    def __init__(self, device: str, port: int) -> None: ...
+
+    @property
+    def name(self) -> str: ...
+
+class VerbsLink(RemoteLink):
+    """Queue pairs to one peer, for a pump."""
+
+    def __init__(self, context: VerbsContext, queue_pairs: int, depth: int, timeout_ns: int) -> None: ...
+
+    @property
+    def names(self) -> list[tuple[int, int]]:
+        """(number, first packet) of each queue pair, for the peer."""
+
+    def connect(self, *, gid_index: int, gid: bytes, lid: int, mtu: int, read_depth: int, queue_pairs: Sequence[tuple[int, int]]) -> None: ...
+
+    def probe(self, pages: Sequence[tuple[int, int]], out: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu')]) -> int:
+        """
+        Before it joins a pump: read (address, key) pages into `out`; returns ns.
+        """
+
+class VerbsResponder:
+    """The passive side of a link."""
+
+    def __init__(self, context: VerbsContext, queue_pairs: int) -> None: ...
+
+    @property
+    def names(self) -> list[tuple[int, int]]: ...
+
+    def connect(self, *, gid_index: int, gid: bytes, lid: int, mtu: int, read_depth: int, queue_pairs: Sequence[tuple[int, int]]) -> None: ...
+
+    def close(self) -> None: ...
+
+class VerbsExport:
+    """Memory that peers may read, registered in pieces."""
+
+    def __init__(self, context: VerbsContext, memory: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu')], piece_bytes: int = 68719476736) -> None: ...
+
+    @property
+    def places(self) -> list:
+        """(first page, pages, address, key) of each piece."""
+
+    def close(self) -> None: ...
+
 class Pump:
     """
     One native thread that serves the rings of many channels.
@@ -88,9 +196,11 @@ class Pump:
     guardian=True makes the engine's side of docs/protocol.md, 'Two servers': it
     takes a ring whose daemon stands still for suspect_ms while a request waits,
     and gives it back; end_rank ends the process when a GPU ring's request fails.
+    remote=True allows tables in other nodes' memory; a read of one that lies
+    nowhere else waits remote_hold_ms for its peer.
     """
 
-    def __init__(self, *, transport: str = 'auto', queue_depth: int = 128, read_threads: int = 16, spin_us: int = 50, park_us: int = 50, crc_sample: int = 16, checks: bool = True, cpu: int = -1, seed: int = 0, play_base_us: float = 0.0, play_page_us: float = 0.0, play_queues: int = 0, guardian: bool = False, suspect_ms: int = 20, end_rank: bool = False) -> None: ...
+    def __init__(self, *, transport: str = 'auto', queue_depth: int = 128, read_threads: int = 16, spin_us: int = 50, park_us: int = 50, crc_sample: int = 16, checks: bool = True, cpu: int = -1, seed: int = 0, play_base_us: float = 0.0, play_page_us: float = 0.0, play_queues: int = 0, guardian: bool = False, suspect_ms: int = 20, end_rank: bool = False, remote: bool = False, remote_hold_ms: int = 5000) -> None: ...
 
     @property
     def transport(self) -> str:
@@ -111,6 +221,20 @@ class Pump:
 
     def remove_device(self, device: int) -> None:
         """ValueError while a table has an extent on it."""
+
+    def add_remote(self) -> int:
+        """
+        A device that is one image in a peer's memory; away until link_remote().
+        """
+
+    def link_remote(self, link: RemoteLink, devices: Mapping[int, Sequence[tuple[int, int, int, int]]]) -> bool:
+        """
+        Read {device: [(first page, pages, address, key), ...]} through a link from now on;
+        False if it failed meanwhile. Its own methods are the pump's from here on.
+        """
+
+    def drop_link(self, link: RemoteLink, why: str) -> None:
+        """End a link, as if its peer had gone."""
 
     def add_table(self, *, image_id: int, generation: int, row_bytes: int, rows: int, window_ns: int, extents: Annotated[NDArray[numpy.uint64], dict(shape=(None, 4), order='C', device='cpu', writable=False)], copies: Sequence[Annotated[NDArray[numpy.uint64], dict(shape=(None, 4), order='C', device='cpu', writable=False)]] = []) -> int:
         """
@@ -176,11 +300,14 @@ class Pump:
         jumps (nonsense doorbells), takeovers, staged (pages found where a
         hint left them), read_ns (of all requests,
         from seeing the doorbell to answering), reads, retries, next_tier (reads
-        of a copy, after the retry), crc_checked, in_flight,
+        of a copy, after the retry), passed_over (pages whose first tier was known to
+        be away), crc_checked, in_flight,
         in_flight_max, parks, wakes, beats, held_back (looks at a request whose pages were
         still being read into), cpu_user_ns and cpu_system_ns of the pump's
         thread, latency_us (reads from submission to reaping; entry i counts those below
-        2^i us), rings, devices, transport, transport_reason.
+        2^i us; of each device too), rings (each with read_times: 40 uint64 as bytes, requests
+        by the time that read_ns adds up; entry 0 below 8 us, each bound sqrt(2) times the
+        last), devices, transport, transport_reason.
         """
 
 class Channel:

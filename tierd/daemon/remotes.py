@@ -1,0 +1,327 @@
+"""Peers whose memory this daemon reads tables from, each with a thread that keeps it connected.
+
+Connect: open a session at the peer's REST interface, make queue pairs to it, read a few pages of
+every offered image and check them, and only then let the pumps use it. Keep: renew the session.
+When a link fails, the peer does not answer or offers something else, everything is taken down and
+built again, after a pause that doubles up to two seconds. The pumps notice a failed link by
+themselves, within one read, and go on with each table's next tier.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import random
+import ssl
+import threading
+import time
+import urllib.parse
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import structlog
+
+from tierd.daemon.by_verbs import VerbsReader
+from tierd.daemon.exports import VERSION
+from tierd.errors import (
+    ConfigError,
+    PeerSilentError,
+    RdmaMissingError,
+    RdmaPeerError,
+    TierdError,
+)
+from tierd.io import _core, exports
+from tierd.io.device import PAGE_BYTES, aligned_buffer
+from tierd.types import ImageInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tierd.config import PumpSection
+    from tierd.config.remote import RemoteSection
+    from tierd.daemon.by_nixl import NixlReader
+    from tierd.daemon.plane import DataPlane
+    from tierd.daemon.remote_tiers import RemoteTier
+    from tierd.io.exports import Place
+
+    Reader = VerbsReader | NixlReader
+
+log = structlog.get_logger("tierd.daemon.remotes")
+
+BACKOFF_S = (0.05, 2.0)  # the first pause, and the longest
+LOOK_S = 0.05  # between two looks at links
+RENEW_S = 1.0
+# A peer whose REST interface is slow is still read; one that is silent for so long is gone.
+SILENT_S = 5.0
+TIMEOUT_S = 2.0
+PROBE_PAGES = 64
+ANSWER_BYTES_MAX = 4 << 20
+
+
+class Caller:
+    """Asks a peer's REST interface."""
+
+    def __init__(self, url: str, token: str, ca_file: str) -> None:
+        """Parse the address.
+
+        Raises:
+            ConfigError: the CA file cannot be used.
+        """
+        self.url = url
+        parts = urllib.parse.urlsplit(url)
+        self._host, self._port = parts.hostname or "", parts.port or 0
+        self._token = token
+        self._tls: ssl.SSLContext | None = None
+        if parts.scheme == "https":
+            try:
+                self._tls = ssl.create_default_context(cafile=ca_file or None)
+            except (OSError, ssl.SSLError) as error:
+                raise ConfigError(f"remote.ca_file: {ca_file} cannot be used: {error}") from None
+
+    def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Send a request; return its answer.
+
+        Raises:
+            PeerSilentError: no answer.
+            RdmaPeerError: a refusal, with its reason.
+        """
+        connection: http.client.HTTPConnection
+        if self._tls is None:
+            connection = http.client.HTTPConnection(self._host, self._port, timeout=TIMEOUT_S)
+        else:
+            connection = http.client.HTTPSConnection(
+                self._host, self._port, timeout=TIMEOUT_S, context=self._tls
+            )
+        headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
+        try:
+            text = None if body is None else json.dumps(body)
+            connection.request(method, path, text, headers)
+            response = connection.getresponse()
+            data = json.loads(response.read(ANSWER_BYTES_MAX) or b"{}")
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            why = str(error) or type(error).__name__
+            raise PeerSilentError(f"peer {self.url} does not answer: {why}") from None
+        finally:
+            connection.close()
+        if response.status >= http.HTTPStatus.BAD_REQUEST:
+            said = data.get("detail", "no reason given") if isinstance(data, dict) else ""
+            raise RdmaPeerError(f"peer {self.url} refuses ({response.status}): {said}")
+        return dict(data)
+
+
+class Peer:
+    """One peer, and the thread that keeps it connected.
+
+    Attributes:
+        name: its address, as configured.
+        up: it is connected.
+        reason: why it is not; "".
+        connects: how often it was connected.
+    """
+
+    def __init__(
+        self,
+        caller: Caller,
+        settings: RemoteSection,
+        pump: PumpSection,
+        plane: DataPlane,
+        changed: Callable[[str, str, str], None],
+    ) -> None:
+        self.name = caller.url
+        self.up = False
+        self.reason = "not connected yet"
+        self.connects = 0
+        self._caller = caller
+        self._settings = settings
+        self._depth = pump.queue_depth
+        self._plane = plane
+        self._changed = changed
+        self._stop = threading.Event()
+        self._session = ""
+        self._revision = 0
+        self._reader: Reader | None = None
+        self._thread = threading.Thread(target=self._run, name="tierd-peer", daemon=True)
+        self._thread.start()
+
+    @property
+    def transport(self) -> str:
+        """How its bytes move; "" while they do not."""
+        reader = self._reader
+        return "" if reader is None else reader.kind
+
+    def stop(self) -> None:
+        """Say good-bye to the peer and end the thread; the pumps let go of links by themselves."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._stay_connected()
+            self._take_down("this daemon stops")
+        finally:
+            if not self._stop.is_set():  # a fault of ours; its traceback is in the log
+                self.up, self.reason = False, "this peer's thread ended by a fault: see the log"
+
+    def _stay_connected(self) -> None:
+        pause = BACKOFF_S[0]
+        while not self._stop.is_set():
+            try:
+                self._connect()
+                pause = BACKOFF_S[0]
+                self._keep()
+            except TierdError as error:
+                self._take_down(str(error))
+            except (KeyError, TypeError, ValueError) as error:  # of another tierd, or none at all
+                self._take_down(f"peer {self.name}: answers that make no sense: {error!r:.200}")
+            self._stop.wait(pause)
+            pause = min(2 * pause, BACKOFF_S[1])
+
+    # --- connecting ------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        # A device may have come back under another name, or with another address.
+        settings = self._settings
+        reader = self._reader = open_reader(settings, self._depth, len(self._plane.pumps))
+        asked = {"version": VERSION, **reader.asks()}
+        answer = self._caller.ask("POST", "/v1/exports/sessions", asked)
+        self._session, self._revision = str(answer["session"]), int(answer["revision"])
+        reader.connect(answer)
+        offered = [
+            (ImageInfo.from_json(one["image"]), reader.places(exports.places_from(one["places"])))
+            for one in answer["images"]
+        ]
+        self._use(reader, offered)
+        self.up, self.reason = True, ""
+        self.connects += 1
+        names = [info.name for info, _ in offered]
+        log.info("peer connected", peer=self.name, transport=reader.kind, images=names)
+        self._changed("peer_up", self.name, "")
+
+    def _use(self, reader: Reader, offered: list[tuple[ImageInfo, list[Place]]]) -> None:
+        """Probe what is offered and hand the links to the pumps."""
+        tiers = self._plane.remote_tiers(self.name, [info for info, _ in offered])
+        usable: list[tuple[RemoteTier, list[Place]]] = []
+        for info, places in offered:
+            tier = tiers.get(info.image_id)
+            if tier is None:
+                continue
+            tier.reason = self._probe(reader, info, places, tier)
+            tier.transport = reader.kind
+            if reader.way is not None:
+                tier.mtu, tier.gid = reader.way.mtu, str(reader.way.mine or "")
+            if not tier.reason:
+                usable.append((tier, places))
+        reader.start()
+        if not self._plane.link_peer(reader.links, usable):
+            raise RdmaPeerError(f"peer {self.name}: {self._failure() or 'a link failed at once'}")
+
+    def _probe(self, reader: Reader, info: ImageInfo, places: list[Place], tier: RemoteTier) -> str:
+        """Read some pages and check them; return what is wrong, or ""."""
+        count = max(1, min(PROBE_PAGES, self._depth // 2, info.pages))
+        pages = sorted(random.sample(range(info.pages), count))
+        out = aligned_buffer(count * PAGE_BYTES)
+        where = [_address(places, page) for page in pages]
+        took = [reader.probe(where, out) for _ in range(2)][-1]  # the first one warms up
+        fault = np.zeros(1, np.uint8)
+        table = info.table
+        for at, page in enumerate(pages):
+            one = out[at * PAGE_BYTES : (at + 1) * PAGE_BYTES]
+            identity = (page, info.image_id, info.generation)
+            if _core.check_pages(one, table.row_bytes, table.rows, *identity, True, True, fault):
+                word = _core.PageFault(int(fault[0])).name
+                return f"page {page} of {info.name} at the peer is wrong ({word})"
+        tier.probe_us, tier.probe_pages = took, count
+        return ""
+
+    # --- connected -------------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        """Look at the links and renew the session until something is wrong."""
+        asked = heard = time.monotonic()
+        while not self._stop.wait(LOOK_S):
+            if failure := self._failure():
+                raise RdmaPeerError(f"peer {self.name}: {failure}")
+            if time.monotonic() - asked < RENEW_S:
+                continue
+            asked = time.monotonic()
+            try:
+                answer = self._caller.ask("PUT", f"/v1/exports/sessions/{self._session}", {})
+            except PeerSilentError:
+                if time.monotonic() - heard > SILENT_S:
+                    raise
+                continue
+            heard = time.monotonic()
+            if int(answer["revision"]) != self._revision:
+                raise RdmaPeerError(f"peer {self.name} exports something else now")
+            # What was staged or deleted here meanwhile may match what is offered there.
+            if self._plane.remote_wanted(self.name):
+                raise RdmaPeerError("this node has other images now")
+
+    def _failure(self) -> str:
+        links = self._reader.links if self._reader is not None else []
+        return next((link.failure for link in links if not link.up), "")
+
+    def _take_down(self, why: str) -> None:
+        was_up, self.up = self.up, False
+        if was_up or why != self.reason:
+            log.warning("peer not connected", peer=self.name, reason=why)
+            self._changed("peer_down", self.name, why)
+        self.reason = why
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            self._plane.unlink_peer(self.name, reader.links, why)
+            reader.close()
+        session, self._session = self._session, ""
+        if session:
+            with contextlib.suppress(RdmaPeerError):  # it closes what is not renewed
+                self._caller.ask("DELETE", f"/v1/exports/sessions/{session}")
+
+
+def open_reader(settings: RemoteSection, depth: int, pumps: int) -> Reader:
+    """Return what reads from a peer: verbs, or NIXL where there are none.
+
+    Raises:
+        RdmaError: neither can be used, or not the one that was asked for.
+    """
+    missing = ""
+    if settings.transport != "nixl":
+        try:
+            return VerbsReader(settings, depth, pumps)
+        except RdmaMissingError as error:
+            if settings.transport == "verbs":
+                raise
+            missing = f"{error}; "
+    from tierd.daemon.by_nixl import NixlReader  # noqa: PLC0415 - NIXL is large and optional
+
+    try:
+        return NixlReader(settings, depth, pumps)
+    except RdmaMissingError as error:
+        raise RdmaMissingError(f"{missing}{error}") from None
+
+
+def _address(places: list[Place], page: int) -> tuple[int, int]:
+    """Return (address, key) of a page at the peer."""
+    for first, pages, address, key in places:
+        if first <= page < first + pages:
+            return address + (page - first) * PAGE_BYTES, key
+    raise ValueError(f"the peer does not say where page {page} is")
+
+
+def read_token(path: Path, key: str) -> str:
+    """Return the token in a file.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        token = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{key}: {path} cannot be read: {error}; it holds the token that the peer's "
+            "exports.token_file has"
+        ) from None
+    if not token:
+        raise ConfigError(f"{key}: {path} is empty; it holds the peer's token")
+    return token

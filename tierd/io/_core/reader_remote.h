@@ -1,0 +1,82 @@
+// A reader that also reads from other nodes: local devices go to the reader below it, remote ones
+// to their link. A remote device is the image of one peer; it comes and goes with its link.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "reader.h"
+#include "remote_link.h"
+
+namespace tierd {
+
+class RemoteReader final : public Reader {
+  public:
+    // `hold_ns`: how long a read that has nowhere else to go waits for its peer to come back.
+    RemoteReader(const ReaderOptions& options, std::unique_ptr<Reader> local, std::uint64_t hold_ns);
+
+    const char* name() const override { return local_->name(); }
+    std::string reason() const override { return local_->reason(); }
+    void begin() override { local_->begin(); }
+    void end() override;
+    void add_device(std::uint32_t device, int fd) override { local_->add_device(device, fd); }
+    void remove_device(std::uint32_t device) override;
+    std::int32_t reserve_buffers(std::uint32_t count) override;
+    bool register_buffer(std::int32_t buffer, std::uint8_t* base, std::uint64_t bytes) override;
+    void release_buffers(std::int32_t first, std::uint32_t count) override;
+    void push(const Read* reads, std::size_t count) override;
+    void submit() override { local_->submit(); }
+    std::size_t reap(ReadDone* done, std::size_t room) override;
+    void wait(std::uint32_t count, std::uint64_t timeout_ns) override;
+    std::uint64_t wakes() const override { return local_->wakes(); }
+
+    // --- remote devices, the pump's thread --------------------------------------------------------
+    void add_remote(std::uint32_t device) { devices_[device] = {true, nullptr, {}}; }
+    bool is_remote(std::uint32_t device) const { return devices_[device].remote; }
+    // Whether a read of the device would be posted now. Local ones always are.
+    bool ready(std::uint32_t device) const {
+        const RemoteDevice& d = devices_[device];
+        return !d.remote || (d.link != nullptr && d.link->up());
+    }
+    // Registers the memory that is read into, one chunk a call; true once all of it is.
+    bool join(const std::shared_ptr<RemoteLink>& link, std::int32_t& next_buffer);
+    void attach(std::uint32_t device, RemoteLink& link, std::vector<RemotePlace> places);
+
+  private:
+    struct RemoteDevice {
+        bool remote = false;
+        RemoteLink* link = nullptr;
+        std::vector<RemotePlace> places;  // sorted, without holes
+    };
+    struct Buffer {
+        bool used = false;
+        std::int32_t local = kNoBuffer;
+        std::uint8_t* base = nullptr;
+        std::uint64_t bytes = 0;
+    };
+    struct Held {
+        Read read;
+        std::uint64_t until_ns;
+    };
+
+    bool post(const Read* reads, std::size_t count, std::uint64_t now_ns);
+    void refuse(const Read& read, std::uint64_t now_ns);
+    void retry_held(std::uint64_t now_ns);
+    void poll_links(std::uint64_t now_ns);
+    std::uint32_t remote_in_flight() const;
+
+    const std::unique_ptr<Reader> local_;
+    const std::uint64_t hold_ns_;
+    std::array<RemoteDevice, kDevicesMax> devices_{};
+    std::vector<std::shared_ptr<RemoteLink>> links_;
+    std::vector<Buffer> buffers_;
+    std::vector<Read> local_batch_;
+    std::vector<RemotePage> remote_batch_;
+    std::vector<ReadDone> finished_;
+    std::vector<Held> held_;
+};
+
+}  // namespace tierd
