@@ -344,7 +344,8 @@ def attach_found(
 def _attach_elsewhere(
     found: FoundTables, settings: HookSettings, who: EngineRank, device: str
 ) -> AttachedTables:
-    attached = attach_found(found, settings, who, options=TableOptions(device=device))
+    options = TableOptions(device=device, audit_every=settings.audit_every)
+    attached = attach_found(found, settings, who, options=options)
     try:
         if found.directory is not None:
             test_rows(found, attached)
