@@ -489,7 +489,8 @@ def test_removal_is_refused_while_something_depends_on_it(tmp_path: Path) -> Non
         served.pump.remove_channel(client.number)
     served.pump.remove_table(served.table)
     served.pump.remove_device(served.device)
-    assert served.pump.stats()["devices"] == [{"device": 0, "reads": 1, "errors": 0}]
+    (device,) = served.pump.stats()["devices"]
+    assert (device["device"], device["reads"], device["errors"]) == (0, 1, 0)
     served.pump.stop()
 
 

@@ -222,7 +222,7 @@ try:
     _core.Pump(transport="io_uring")
 except RuntimeError as error:
     refused = str(error)
-print(json.dumps({**served.pump.stats(), "refused": refused}))
+print(json.dumps({**served.pump.stats(), "refused": refused}, default=bytes.hex))
 served.pump.stop()
 """
 

@@ -152,7 +152,7 @@ def test_an_image_is_loaded_whole(device: Path) -> None:
         assert "pages" in memory.page_kind
         assert memory.pages.ctypes.data % 4096 == 0
         seen = []
-        exports.load(image, memory, lambda done, total: seen.append((done, total)) is None)
+        exports.load(image, memory.pages, lambda done, total: seen.append((done, total)) is None)
         assert seen[-1] == (image.info.pages, image.info.pages)
         faults = np.zeros(image.info.pages, np.uint8)
         table = image.info.table
