@@ -148,6 +148,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert f"{missing}: no such configuration file" in refusal(missing)
     assert "cannot be read" in refusal(tmp_path)
     assert "line 1" in refusal(write(tmp_path, "a = = 3"))
+    assert "not valid TOML" in refusal(write(tmp_path, "a = " + "[" * 3000))
+    assert "not valid TOML" in refusal(write(tmp_path, "a = " + "1" * 5000))
     latin = tmp_path / "latin.toml"
     latin.write_bytes(b"# \xe9\n")
     assert "not UTF-8" in refusal(latin)

@@ -301,3 +301,9 @@ def test_uuid_of_what_bears_none(disks: list[Path], tmp_path: Path) -> None:
     (tmp_path / "zero").write_bytes(bytes(8 * MIB))
     assert find_devices.uuid_of(str(tmp_path / "zero")) is None
     assert find_devices.uuid_of(str(tmp_path / "none")) is None
+
+
+def test_a_verification_of_nothing_says_so(tmp_path: Path) -> None:
+    device = tmp_path / "device.img"
+    tierd("format", device, "--size", "8MiB")
+    assert "no images, so nothing was checked" in tierd("verify", "--device", device).stdout

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.attach_world import World
 from tests.daemons import Node, engram_node
 from tierd.config import load
 from tierd.daemon import dram as rooms
 from tierd.daemon.dram import DramImages
 from tierd.daemon.plane import DataPlane
-from tierd.io import shared_image
+from tierd.io import _core, shared_image
 from tierd.io.device import Device
 
 if TYPE_CHECKING:
@@ -116,7 +117,8 @@ def test_engines_do_not_wait_for_memory_that_is_given_up(
 ) -> None:
     dram.look()
     assert states(dram) == {FIRST: "ready", SECOND: "ready"}
-    close, free = rooms.Held.close, []
+    close = rooms.Held.close
+    free: list[bool] = []
 
     def closes(held: rooms.Held) -> None:
         free.append(dram._lock.acquire(blocking=False) and dram._lock.release() is None)
@@ -154,3 +156,37 @@ def test_memory_that_is_refused_leaves_images_to_their_devices(
     plane.delete(FIRST)
     dram.look()
     assert states(dram) == {SECOND: "failed"}
+
+
+async def test_two_hundred_engines_leave_no_descriptor_and_no_memory_behind(
+    node: Node, tmp_path: Path
+) -> None:
+    def held() -> list[str]:
+        links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+        return sorted(os.readlink(link) for link in links if os.path.lexists(link))
+
+    def kinds(links: list[str]) -> list[str]:
+        return sorted(link.split(":[")[0] for link in links)
+
+    rings = [(8, 16, number, _core.protocol.RING_FLAG_GPU) for number in range(2)]
+    world = World(node.device, tmp_path, **{"dram.images": ["v41/*"]})
+    world.server.dram.look()
+    before: list[str] = []
+    for number in range(210):
+        if number == 10:  # what is made once is there
+            before = held()
+            assert sum("tierd-image" in link for link in before) == 2
+        channel = _core.Channel(rank=0, world=1, client_id=bytes(16), rings=rings)
+        if number % 4:
+            answer = await world.attach(channel, [])
+            assert [one["image"] for one in answer["dram"]] == [0, 1]
+        else:  # gone before the answer
+            await world.attach(channel, [], hear=False)
+        del channel
+        await world.gone()
+        await world.settled()
+    assert kinds(held()) == kinds(before)
+    assert world.server.faults == 0
+    world.server.dram.stop()
+    assert not any("tierd-image" in link for link in held())
+    await world.close()

@@ -39,6 +39,7 @@ def test_a_machine_is_set_up(tmp_path: Path, blank: Path) -> None:
     assert loaded.settings.metrics.listen == "127.0.0.1:9469"
     assert "table layers.14.engram: 300 rows of 264 bytes" in done.output
     assert f"tierd stage {tiny.path}" in done.output
+    assert f"export TIERD_CONFIG={output}" in done.output  # or the other steps would not find it
     assert "8.0 MiB in all" in output.read_text()
     with Store.open(blank) as store:
         assert store.images == []

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from typing import Any, cast
 
 import pytest
 
 from tierd import config
 from tierd.config import load
-from tierd.daemon import reload
+from tierd.daemon import reload, systemd
+from tierd.daemon.service import Daemon
 from tierd.errors import ConfigError
 
 
@@ -47,3 +49,19 @@ def test_every_live_key_exists() -> None:
 def test_a_mistake_is_an_error_of_the_configuration() -> None:
     with pytest.raises(ConfigError):
         settings(channel__clients_max=0)
+
+
+@pytest.mark.parametrize("fault", [ConfigError("a mistake"), RecursionError()])
+def test_systemd_is_told_of_the_end_of_every_reload(
+    monkeypatch: pytest.MonkeyPatch, fault: Exception
+) -> None:
+    def read() -> Any:
+        raise fault
+
+    told: list[str] = []
+    monkeypatch.setattr(systemd, "notify", told.append)
+    daemon = Daemon(settings(), cast("Any", None), read)
+    with contextlib.suppress(RecursionError):  # a fault of ours is the event loop's to log
+        daemon.reload()
+    assert told[0].startswith("RELOADING=1")
+    assert told[1:] == ["READY=1"]

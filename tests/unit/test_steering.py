@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
+from tests.attach_world import World
 from tests.daemons import engram_node
 from tierd.api.controller import answer
-from tierd.catalog import Catalog
-from tierd.config import load
-from tierd.daemon import claims, steering
-from tierd.daemon.attach import AttachServer
-from tierd.daemon.plane import DataPlane
-from tierd.daemon.steering import Steering
-from tierd.io import _core, wire
+from tierd.daemon import steering
+from tierd.io import _core
 from tierd.io._core import protocol
 from tierd.types import ProbedWindows
 
@@ -40,61 +35,16 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return engram_node(tmp_path_factory.mktemp("steering"), rows=100).device
 
 
-class World:
-    """An engine socket's server and a controller in this process, without a daemon's loop."""
-
-    def __init__(self, device: Path, directory: Path, windows: str) -> None:
-        file = directory / "windows.json"
-        file.write_text(windows)
-        overrides = {
-            "daemon.runtime_dir": str(directory),
-            "devices.paths": [str(device)],
-            "controller.windows": str(file),
-            "controller.interval_ms": 50,
-        }
-        settings = load(environ={}, overrides=overrides).settings
-        self.catalog = Catalog(directory / "catalog.db")
-        self.plane = DataPlane.open(settings)
-        self.server = AttachServer(settings, self.plane, self.catalog, boot_id="boot")
-        self.path = settings.paths.engine_socket
-        self.server.start(claims.Listener.open(self.path, socket.SOCK_SEQPACKET, mode=0o600))
-        self.steering = Steering(settings.controller, self.plane, self.server, self.catalog)
-        self.socks: list[socket.socket] = []
-
-    async def attach(self, channel: Any, caches: list[dict[str, Any]]) -> dict[str, Any]:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.socks.append(sock)
-        sock.connect(str(self.path))
-        sock.settimeout(PATIENCE_S)
-        images = [image.info for image in self.plane.images.values()]
-        message = {
-            "op": "attach", "abi": wire.ABI, "engine": "test", "rank": 0, "world": 1,
-            "expected_ranks": 1, "caches": caches,
-            "images": [
-                {"image_id": f"{one.image_id:016x}", "generation": one.generation} for one in images
-            ],
-        }  # fmt: skip
-        wire.send(sock, message, [channel.fd])
-        found, fds = await asyncio.to_thread(wire.receive, sock)
-        wire.close_all(fds)
-        return found
-
-    async def gone(self) -> None:
-        for sock in self.socks:
-            sock.close()
-        while self.server.clients:  # noqa: ASYNC110 - nothing tells of it
-            await asyncio.sleep(0.005)
-
-    async def close(self) -> None:
-        await self.gone()
-        await self.server.stop(0.0)
-        self.plane.close()
-        self.catalog.close()
+def world_of(device: Path, directory: Path, windows: str) -> World:
+    file = directory / "windows.json"
+    file.write_text(windows)
+    steers = {"controller.windows": str(file), "controller.interval_ms": 50}
+    return World(device, directory, **steers)
 
 
 @pytest.fixture
 async def world(device: Path, tmp_path: Path) -> AsyncIterator[World]:
-    made = World(device, tmp_path, json.dumps(WINDOWS))
+    made = world_of(device, tmp_path, json.dumps(WINDOWS))
     yield made
     await made.close()
 
@@ -165,6 +115,27 @@ async def test_nonsense_in_a_channel_harms_nobody(world: World, ways: dict[int, 
     assert all(one.caches[0].state.ways for one in world.steering.clients.values())
 
 
+async def test_a_moved_split_outlives_the_daemon(world: World) -> None:
+    """The next daemon begins with what is in force, not with what the engine said when it began."""
+    channel = make_channel()
+    first, second = channel.buffer(), (5, 27)
+    entry = np.dtype([("at", "<u8", 6), ("words", "<u4", 4)])
+    rings = first[protocol.OFFSET_RINGS :][: 2 * protocol.RING_ENTRY_BYTES]
+    for ring, ways in enumerate(second):
+        at = int(
+            rings[ring * protocol.RING_ENTRY_BYTES :][: entry.itemsize].view(entry)["at"][0, 4]
+        )
+        first[at : at + protocol.STATS_BYTES].view(np.uint64)[12] = 1 + ways
+    assert (await world.attach(channel, [cache({0: 16, 1: 16})]))["ok"]
+    await world.steering.look()
+    ((view,),) = (one.caches for one in world.steering.clients.values())
+    assert view.follows
+    assert dict(zip(view.order, view.in_force, strict=True)) == {0: 5, 1: 27}
+    assert view.state.ways == view.in_force
+    wishes = [channel.control(ring)[protocol.OFFSET_QUOTA :][:4].view(np.uint32) for ring in (0, 1)]
+    assert [int(one[0]) for one in wishes] == [0, 0]
+
+
 async def test_a_client_that_goes_while_it_is_thought_about(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,7 +203,7 @@ ODD = {
 async def test_windows_that_are_nonsense_are_said_and_decide_nothing(
     name: str, device: Path, tmp_path: Path
 ) -> None:
-    world = World(device, tmp_path, {**NONSENSE, **ODD}[name])
+    world = world_of(device, tmp_path, {**NONSENSE, **ODD}[name])
     if name in NONSENSE:
         assert "not a windows file of the probe" in world.steering.problem
     channel = make_channel()

@@ -73,6 +73,7 @@ def init(
 
     Asks before it overwrites a file or formats a device: what that held is lost.
     """
+    from tierd.config.layers import DEFAULT_PATH
     from tierd.tools import init as tool
 
     plan = tool.plan(checkpoint, devices)
@@ -99,6 +100,8 @@ def init(
     for note in plan.notes:
         click.echo(f"note: {note}")
     click.echo("next:")
+    if output.absolute() != DEFAULT_PATH:
+        click.echo(f"  export TIERD_CONFIG={output.absolute()}")
     for step in plan.steps:
         click.echo(f"  {step}")
 

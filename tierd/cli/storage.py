@@ -141,6 +141,8 @@ def verify(
             click.echo("no images, so nothing was verified")
         for report in reports:
             _print_report(report, compared=checkpoint is not None)
+        if not reports:
+            click.echo("no images, so nothing was checked; run: tierd stage CHECKPOINT")
     for report in reports:
         report.require_ok(*devices)
 

@@ -65,7 +65,7 @@ def read_file(path: Path | None, environ: Mapping[str, str]) -> tuple[Path | Non
         raise ConfigError(f"{chosen}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{chosen}: not UTF-8 text (byte {error.start})") from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also numbers and nesting without end
         raise ConfigError(f"{chosen}: not valid TOML: {error}") from None
     return chosen, Layer(str(chosen), values, text)
 

@@ -179,17 +179,20 @@ class Daemon:
             return
         systemd.notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
-            found = reload.compare(self.settings, self._read_settings())
+            self._take(self._read_settings())
         except TierdError as error:
             log.error("the configuration is not taken; the present one stays", error=str(error))
-        else:
-            self.settings = self.attach.settings = found.settings
-            logging.setup(found.settings.log.level, found.settings.log.format)
-            self.scrubber.configure(found.settings.io)
-            log.info("reloaded", changed=found.changed, after_restart=found.waiting)
-            details = {"changed": found.changed, "after_restart": found.waiting}
-            self.catalog.record("reloaded", self.identity.boot_id, **details)
-        systemd.notify("READY=1")
+        finally:
+            systemd.notify("READY=1")  # or systemd would wait for the end of this for ever
+
+    def _take(self, wanted: Settings) -> None:
+        found = reload.compare(self.settings, wanted)
+        self.settings = self.attach.settings = found.settings
+        logging.setup(found.settings.log.level, found.settings.log.format)
+        self.scrubber.configure(found.settings.io)
+        log.info("reloaded", changed=found.changed, after_restart=found.waiting)
+        details = {"changed": found.changed, "after_restart": found.waiting}
+        self.catalog.record("reloaded", self.identity.boot_id, **details)
 
     async def vitals(self) -> str:
         """Return "" while all threads turn, else what stands still."""

@@ -31,7 +31,7 @@ def load_windows(
         found = ProbedWindows.from_json(json.loads(path.read_text()))
     except OSError as error:
         raise WindowsMissingError(f"{path}: no windows there ({error.strerror}){_HOW}") from None
-    except (ValueError, LookupError, TypeError, AttributeError, *_TOO_MUCH) as error:
+    except _NONSENSE as error:
         text = f"{path}: not a windows file of the probe ({type(error).__name__}: {error})"
         raise WindowsMissingError(text + _HOW) from None
     for what, measured, wanted in (
@@ -47,8 +47,10 @@ def load_windows(
     return found
 
 
-# What a file of nonsense can raise beside errors of its form: numbers and nesting without end.
-_TOO_MUCH = (ArithmeticError, RecursionError)
+# What a file of nonsense raises; the last two are numbers and nesting without end.
+_NONSENSE = (
+    ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
 _HOW = "; measure them here; run: tierd probe"
 
 
