@@ -40,7 +40,7 @@ def test_rows_come_over_nixl_and_the_disk_takes_over(tmp_path: Path) -> None:
         try:
             for daemon in (exporting, reading, alone):
                 daemon.wait_ready()
-            rig.until(lambda: rig.peer_up(here) and rig.peer_up(bare))
+            rig.until(lambda: rig.all_linked(here) and rig.all_linked(bare))
             one, other = rig.Client(here, info, pages), rig.Client(bare, info, pages)
             assert one.right(rng)
             assert other.right(rng)
@@ -53,7 +53,7 @@ def test_rows_come_over_nixl_and_the_disk_takes_over(tmp_path: Path) -> None:
             rig.until(lambda: not rig.peer_up(bare))
             exporting = rig.serve_exports(there, listen="127.0.0.1:19468", **NIXL)
             exporting.wait_ready()
-            rig.until(lambda: rig.peer_up(here) and rig.peer_up(bare))
+            rig.until(lambda: rig.all_linked(here) and rig.all_linked(bare))
             assert other.right(rng)
             assert one.right(rng)
             one.close()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).resolve().parent
 CACHE = Path(os.environ.get("TIERD_RDMA_LAB", "/var/tmp/tierd-rdma-lab"))
-BOOT_S = 240.0
+BOOT_S = 600.0
 LOOK_S = 0.02
 MEMORY_MIB = 1024
 

@@ -167,6 +167,13 @@ def peer_up(node: Node) -> bool:
     return bool(peer["up"])
 
 
+def all_linked(node: Node) -> bool:
+    """Every table is there, and can be read from the peer now."""
+    placements = rest(node, "/v1/placements")["placements"]
+    tiers = [tier for one in placements for tier in one["tiers"] if tier["tier"] == "remote"]
+    return len(tiers) == 2 and all(tier["linked"] for tier in tiers)
+
+
 class Client:
     """An engine rank with one ring, over the engine socket."""
 

@@ -32,7 +32,7 @@ def test_two_daemons(tmp_path: Path) -> None:
             for daemon in (exporting, reading, alone):
                 daemon.wait_ready()
             rig.until(lambda: all(e["state"] == "ready" for e in exports(there)["exports"]))
-            rig.until(lambda: rig.peer_up(here) and rig.peer_up(bare))
+            rig.until(lambda: rig.all_linked(here) and rig.all_linked(bare))
             one, other = rig.Client(here, info, pages), rig.Client(bare, info, pages)
             assert one.right(rng)
             assert other.right(rng)
@@ -54,7 +54,7 @@ def test_two_daemons(tmp_path: Path) -> None:
             assert int(other.ring.wait(sequence, 200 * rig.SECOND)) == Status.ok
             assert (other.ring.pages(sequence) == pages[EVERY[:60]]).all()
             other.ring.retire(sequence)
-            rig.until(lambda: rig.peer_up(here) and rig.peer_up(bare))
+            rig.until(lambda: rig.all_linked(here) and rig.all_linked(bare))
             assert one.right(rng)
             assert other.right(rng)
             for client in (one, other):
