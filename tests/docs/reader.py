@@ -34,9 +34,9 @@ OVERLAID = ("/etc", "/run", "/srv", "/opt", "/var/lib", "/usr/local/bin", str(RO
 DEVICES = ("/dev/nvme1n1", "/dev/nvme2n1", "/dev/nvme3n1")
 DEVICE_BYTES = 64 << 20
 MODELS = Path("/models")
-TIMEOUT_S = 240.0
+TIMEOUT_S = 300.0
 LOOK_S = 4.0  # at a command that goes on until it is killed
-READY_S = 60.0
+READY_S = 180.0
 CONFIG = {
     "engram_layer_ids": [1, 14],
     "engram_num_embeddings": [384_006_168, 384_016_682],

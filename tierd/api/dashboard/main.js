@@ -122,7 +122,7 @@ function judge() {
   } else if (now.age_s !== null && now.age_s * 1000 > STALE_MS) {
     state = "stale";
     text = "counters are old";
-    why = "A pump does not answer, so the counters are not the latest.";
+    why = "The pumps answer late, or one not at all, so the counters are not the latest.";
   } else if (now.frozen) {
     text = "serving, split frozen";
   }
