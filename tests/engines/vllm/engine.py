@@ -172,6 +172,8 @@ def construct(config: Any, model: Any = models.EngramTables) -> Any:
 def refused_settings() -> dict[str, Any]:
     found = {"rocm": "; ".join(guards.settings_problems(
         models.settings("nowhere"), TableKind.ENGRAM, hip=True))}  # fmt: skip
+    gemma = guards.settings_problems(models.settings("nowhere"), TableKind.PER_LAYER, hip=False)
+    found["gemma"] = "; ".join(gemma)
     changes: dict[str, Any] = {
         "load_config__load_format": "dummy",
         "load_config__safetensors_load_strategy": "eager",

@@ -56,6 +56,7 @@ def test_what_is_let_in(refused: dict[str, Any]) -> None:
         ("plugins profiler,other", "set VLLM_PLUGINS=profiler,other,tierd"),
         ("plugins ", "set VLLM_PLUGINS=tierd"),
         ("rocm", "ROCm is not served yet"),
+        ("gemma", "Gemma's table under vLLM has not been compared"),
         ("load_config__load_format", "--load-format dummy reads no checkpoint"),
         ("load_format", "--load-format runai_streamer may read the tables into memory"),
         ("load_config__safetensors_load_strategy", "--safetensors-load-strategy eager reads"),

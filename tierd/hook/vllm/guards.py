@@ -195,6 +195,11 @@ def settings_problems(config: Any, kind: TableKind, *, hip: bool) -> Iterator[st
             "decode_backend=latency_specialized reads the tables by kernels of its own; take it "
             "out of --additional-config, or unset TIERD"
         )
+    if kind == TableKind.PER_LAYER and os.environ.get(UNCHECKED) != "1":
+        yield (
+            "Gemma's table under vLLM has not been compared with the stock engine's yet; set "
+            f"{UNCHECKED}=1 to serve it all the same, or unset TIERD"
+        )
     engram = config.engram_config
     if kind != TableKind.PER_LAYER and engram is not None and not engram.cpu_offload:
         yield (
