@@ -203,6 +203,8 @@ def follow(node: Node, block: Block) -> Iterator[tuple[Command, str]]:
 
 def main(page: str) -> None:
     """Follow one page; a JSON line for each command."""
+    # Ended from outside, it still gives its loop devices back.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="tierd-docs-") as name:
         node = Node(Path(name))
         try:
