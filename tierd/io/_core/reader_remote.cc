@@ -50,7 +50,9 @@ std::int32_t RemoteReader::reserve_buffers(std::uint32_t count) {
     const std::int32_t local = local_->reserve_buffers(count);
     for (std::uint32_t i = 0; i < count; ++i)
         at[i] = {true, local == kNoBuffer ? kNoBuffer : local + static_cast<std::int32_t>(i), nullptr, 0};
-    return static_cast<std::int32_t>(at - buffers_.begin());
+    const auto first = static_cast<std::size_t>(at - buffers_.begin());
+    buffers_end_ = std::max(buffers_end_, first + count);
+    return static_cast<std::int32_t>(first);
 }
 
 bool RemoteReader::register_buffer(std::int32_t buffer, std::uint8_t* base, std::uint64_t bytes) {
@@ -78,7 +80,7 @@ void RemoteReader::release_buffers(std::int32_t first, std::uint32_t count) {
 }
 
 bool RemoteReader::join(const std::shared_ptr<RemoteLink>& link, std::int32_t& next_buffer) {
-    for (auto i = static_cast<std::size_t>(next_buffer); i < buffers_.size(); ++i) {
+    for (auto i = static_cast<std::size_t>(next_buffer); i < buffers_end_; ++i) {
         const Buffer& b = buffers_[i];
         if (b.base == nullptr) continue;
         link->add_buffer(static_cast<std::uint32_t>(i), b.base, b.bytes);
@@ -171,7 +173,7 @@ void RemoteReader::poll_links(std::uint64_t now_ns) {
         }
         for (RemoteDevice& device : devices_)
             if (device.link == &link) device = {true, nullptr, {}};
-        for (std::size_t b = 0; b < buffers_.size(); ++b)
+        for (std::size_t b = 0; b < buffers_end_; ++b)
             if (buffers_[b].base != nullptr) link.remove_buffer(static_cast<std::uint32_t>(b));
         links_.erase(links_.begin() + static_cast<std::ptrdiff_t>(i));
     }

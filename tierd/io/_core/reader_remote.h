@@ -73,6 +73,7 @@ class RemoteReader final : public Reader {
     std::array<RemoteDevice, kDevicesMax> devices_{};
     std::vector<std::shared_ptr<RemoteLink>> links_;
     std::vector<Buffer> buffers_;
+    std::size_t buffers_end_ = 0;  // none at or behind it was ever used
     std::vector<Read> local_batch_;
     std::vector<RemotePage> remote_batch_;
     std::vector<ReadDone> finished_;
