@@ -19,22 +19,18 @@ if TYPE_CHECKING:
 
 PAGE_TIMEOUT_S = 1200
 AT_ONCE = 2
+# Mounts and processes of its own: a page that ends daemons by name must not end another page's.
+NAMESPACE = (
+    *("unshare", "--mount", "--propagation", "private"),
+    *("--pid", "--fork", "--kill-child", "--mount-proc"),
+)
 
 
 def run(page: str) -> list[dict[str, str]]:
     """Follow a page on a node of its own; a row for each of its commands."""
-    command = [
-        "unshare",
-        "-m",
-        "--propagation",
-        "private",
-        sys.executable,
-        "-m",
-        "tests.docs.reader",
-    ]
     done = subprocess.run(
-        [*command, page], cwd=ROOT, check=False, capture_output=True, text=True,
-        timeout=PAGE_TIMEOUT_S,
+        [*NAMESPACE, sys.executable, "-m", "tests.docs.reader", page],
+        cwd=ROOT, check=False, capture_output=True, text=True, timeout=PAGE_TIMEOUT_S,
     )  # fmt: skip
     rows: list[dict[str, str]] = [json.loads(line) for line in done.stdout.splitlines()]
     if done.returncode:
@@ -60,7 +56,7 @@ def cannot() -> str:
     """Why no node can be made on this machine; ""."""
     if os.geteuid() != 0:
         return "only root may mount"
-    for words in (["unshare", "-m", "--propagation", "private", "true"], ["losetup", "-f"]):
+    for words in ([*NAMESPACE, "true"], ["losetup", "-f"]):
         done = subprocess.run(words, check=False, capture_output=True, text=True)
         if done.returncode:
             return f"{' '.join(words)}: {done.stderr.strip()}"

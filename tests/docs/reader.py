@@ -1,10 +1,11 @@
 """Somebody who follows a page: types its commands, in order, on a node made for it.
 
-The node is a mount namespace of its own: /dev/nvme1n1 to /dev/nvme3n1 are loop devices, /models
-holds tiny checkpoints with the real layouts, and what is written to /etc, /run, /srv, /opt,
-/var/lib, /usr/local/bin or the checkout is gone with the page. Needs root. By hand, for one page:
+The node is a namespace of mounts and processes of its own: /dev/nvme1n1 to /dev/nvme3n1 are loop
+devices, /models holds tiny checkpoints with the real layouts, and what is written to /etc, /run,
+/srv, /opt, /var/lib, /usr/local/bin or the checkout is gone with the page. Needs root. By hand,
+for one page:
 
-    unshare -m --propagation private python -m tests.docs.reader docs/operating.md
+    python -m tests.docs docs/operating.md
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Node:
         self.made: list[Path] = []
 
     def build(self) -> None:
-        """Make everything; this process lives in a mount namespace of its own."""
+        """Make everything; this process lives in a namespace of its own."""
         shell("mount", "-t", "tmpfs", "-o", "size=2g", "none", str(self.work))
         for number, path in enumerate(OVERLAID):
             upper, scratch = self.work / f"upper{number}", self.work / f"scratch{number}"
