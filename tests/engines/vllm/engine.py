@@ -42,7 +42,8 @@ def served() -> dict[str, Any]:
     with models.loading(models.settings(checkpoint("v41"))):
         found["engram"] = served_engram()
     tables.forget()
-    with models.loading(models.settings(checkpoint("v41")), tp=3, rank=1):
+    of_three = models.settings(checkpoint("v41"), parallel_config__tensor_parallel_size=3)
+    with models.loading(of_three, tp=3, rank=1):
         found["sharded"] = served_engram()
     tables.forget()
     for name in ("ple-bf16", "ple-fp8"):
@@ -206,8 +207,9 @@ def refused_checkpoints() -> dict[str, Any]:
     found["no such kind"] = exit_text(construct, models.settings(checkpoint("ple-bf16")))
     tables.forget()
     stored = attach.stored_rows
-    with changed(attach, "stored_rows", lambda *a: stored(*a) ^ 1):
-        made = construct(models.settings(checkpoint("v41")))
+    here = models.loading(models.settings(checkpoint("v41")))
+    with here, changed(attach, "stored_rows", lambda *a: stored(*a) ^ 1):
+        made = models.EngramTables(served=True)
         made.load(checkpoint("v41"))
         try:
             take(made)

@@ -46,6 +46,7 @@ def pretend_a_gpu() -> None:
     torch.cuda.Stream = torch.cuda.Event = Nothing  # type: ignore[misc, assignment]
     torch.cuda.current_stream = lambda *_: Nothing()  # type: ignore[assignment, return-value]
     torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment, return-value]
+    torch.cuda.is_current_stream_capturing = lambda: False  # type: ignore[assignment]
     torch.cuda.get_device_properties = lambda *_: properties  # type: ignore[assignment]
     torch.accelerator.current_device_index = lambda: 0  # type: ignore[assignment]
     torch.Tensor.record_stream = lambda *_: None  # type: ignore[assignment, method-assign]
@@ -57,7 +58,7 @@ def pretend_a_gpu() -> None:
 
 
 def mend_the_interpreter() -> None:
-    """Two things that vLLM's kernels do and this Triton's interpreter cannot."""
+    """Three things that vLLM's kernels do and this Triton's interpreter cannot."""
     # A flag that is no constant is an i1, which it cannot hold.
     convert = interpreter._implicit_cvt
     interpreter._implicit_cvt = lambda arg: convert(int(arg) if isinstance(arg, bool) else arg)
@@ -69,6 +70,22 @@ def mend_the_interpreter() -> None:
         tensor.__index__ = lambda self: int(self.handle.data.item())
 
     interpreter._patch_lang_tensor = patched
+    # A pointer that is declared as one to bytes goes on being one to what the tensor holds.
+    call = interpreter.GridExecutor.__call__
+
+    def typed(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        declared = executor.fn.__annotations__
+        names = [*executor.arg_names[: len(args)], *kwargs]
+        values = [
+            value.view(torch.uint8)
+            if "pointer" in str(declared.get(name)) and "uint8" in str(declared.get(name))
+            else value
+            for name, value in zip(names, [*args, *kwargs.values()], strict=True)
+        ]
+        named = dict(zip(kwargs, values[len(args) :], strict=True))
+        return call(executor, *values[: len(args)], **named)
+
+    interpreter.GridExecutor.__call__ = typed
 
 
 def load_plugins() -> None:
