@@ -216,7 +216,7 @@ def play(asked: argparse.Namespace, directory: Path) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         device, found["device"] = stack.enter_context(loop_device(image))
         stage(device, asked.models, names)
-        daemon = Daemon(directory, device)
+        daemon = Daemon(directory, device, os.sched_getaffinity(0))
         stack.callback(daemon.kill)
         daemon.wait(images=sum(MODELS[name] for name in names))
         tierd.hook.activate("transformers", socket=str(daemon.socket))

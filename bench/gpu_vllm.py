@@ -40,7 +40,8 @@ ROOT = Path(__file__).resolve().parents[1]
 MODELS = ("q4", "engram")
 CACHES = {"warm": 1 << 16, "cold": 512}  # rows; the tables have some 16,800
 PROMPTS, TOKENS = 110, 24  # of each model
-BATCH, ROUNDS, TIMED_TOKENS = 8, 40, 48
+DEEP = ("q4-deep", "engram-deep")  # times are taken of these
+BATCH, ROUNDS, TIMED_TOKENS, TRACED_TOKENS = 8, 40, 40, 16
 KILLS, CHUNK = 24, 4
 ZEROED = 8
 TIMEOUT_S = 60.0  # an answer that takes longer is a hang
@@ -79,7 +80,8 @@ def loop_device(file: Path) -> Iterator[tuple[Path, str]]:
 class Daemon:
     """``tierd serve``, killed and started again."""
 
-    def __init__(self, directory: Path, device: Path) -> None:
+    def __init__(self, directory: Path, device: Path, cores: set[int]) -> None:
+        self._cores = cores
         self.socket = directory / "engine.sock"
         self._log = (directory / "daemon.log").open("ab")
         self._words = [
@@ -90,6 +92,7 @@ class Daemon:
 
     def start(self) -> None:
         self._process = subprocess.Popen(self._words, cwd=ROOT, stderr=self._log)
+        os.sched_setaffinity(self._process.pid, self._cores)
 
     def wait(self, images: int = 2 * len(MODELS)) -> None:
         """Until it serves so many images."""
@@ -106,7 +109,7 @@ class Daemon:
         self._process.wait()
 
 
-def stage(device: Path, models: Path, names: Iterable[str] = MODELS) -> None:
+def stage(device: Path, models: Path, names: Iterable[str]) -> None:
     for words in (
         ["format", device],
         *(["stage", models / name, "--device", device, "--model", name] for name in names),
@@ -123,7 +126,9 @@ def stage(device: Path, models: Path, names: Iterable[str] = MODELS) -> None:
 class Engine:
     """A process of bench.vllm_on_gpu.engine; asked from any thread, one question at a time."""
 
-    def __init__(self, model: str, kind: str, asked: argparse.Namespace, socket: Path) -> None:
+    def __init__(
+        self, model: str, kind: str, asked: argparse.Namespace, socket: Path, cores: set[int]
+    ) -> None:
         self.name = f"{model} {kind}"
         read, write = os.pipe()
         served = {
@@ -139,7 +144,7 @@ class Engine:
             "VLLM_HOST_IP": "127.0.0.1",
             "HF_HUB_OFFLINE": "1",
             "TIERD_BENCH_ANSWERS": str(write),
-            **({"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"} if model == "engram" else {}),
+            **({"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"} if model.startswith("engram") else {}),
             **(served if kind in CACHES else {}),
         }
         self.log = asked.logs / f"{model}-{kind}.log"
@@ -149,6 +154,7 @@ class Engine:
             stderr=subprocess.STDOUT, text=True, pass_fds=[write], env=environ,
         )  # fmt: skip
         os.close(write)
+        os.sched_setaffinity(self._process.pid, cores)  # before it has other threads
         self._answers = os.fdopen(read)
 
     def answer(self, timeout_s: float = 2 * TIMEOUT_S) -> Any:
@@ -170,6 +176,14 @@ class Engine:
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
+
+
+def shares_of_cores(count: int) -> Iterator[set[int]]:
+    """Cores for so many processes, each with its own; all of them where there are too few."""
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // count
+    for number in range(count):
+        yield set(cores[number * each : (number + 1) * each] or cores)
 
 
 def side_by_side(work: dict[str, Callable[[], Any]]) -> dict[str, Any]:
@@ -239,26 +253,35 @@ class Trial:
         return {"prompts": compared, "tokens_differing": differing, "distinct_tokens": distinct}
 
     def time(self) -> dict[str, Any]:
-        """Engines take turns, one running at a time; the first round does not count."""
+        """Engines take turns, one running at a time; the first round does not count.
+
+        What a shared host adds to a step comes in bursts and never takes any time away, so the
+        tenth of all steps that it disturbed least is compared; the medians stand beside it.
+        """
         batch = random_prompts(6, BATCH, 32)
         found: dict[str, Any] = {}
         for model, engines in self.engines.items():
-            times: dict[str, list[float]] = {kind: [] for kind in engines}
+            steps: dict[str, list[float]] = {kind: [] for kind in engines}
+            rounds: dict[str, list[float]] = {kind: [] for kind in engines}
             for turn in range(ROUNDS + 1):
                 for kind in itertools.islice(itertools.cycle(engines), turn, turn + len(engines)):
                     made = engines[kind].ask("timed", prompts=batch, tokens=TIMED_TOKENS)
                     if turn:
-                        times[kind].append(made["tpot_us"])
-            # What a shared host adds to a step comes in bursts and never takes any time away, so
-            # the quarter of the rounds that it disturbed least is compared.
-            least = {kind: statistics.quantiles(one, n=4)[0] for kind, one in times.items()}
-            found[model] = {"stock_us": least["stock"], "all_us": times}
+                        steps[kind] += made["steps_us"]
+                        rounds[kind].append(made["tpot_us"])
+            deciles = {kind: statistics.quantiles(one, n=10) for kind, one in steps.items()}
+            found[model] = {"stock_us": deciles["stock"][0], "deciles_us": deciles}
+            found[model]["gpu"] = {
+                kind: engine.ask("gaps", prompts=batch, tokens=TRACED_TOKENS)
+                for kind, engine in engines.items()
+            }
             for kind in CACHES:
-                pairs = zip(times[kind], times["stock"], strict=True)
+                pairs = zip(rounds[kind], rounds["stock"], strict=True)
                 shares = [100 * (mine / stock - 1) for mine, stock in pairs]
                 found[model] |= {
-                    f"{kind}_us": least[kind],
-                    f"{kind}_pct": 100 * (least[kind] / least["stock"] - 1),
+                    f"{kind}_us": deciles[kind][0],
+                    f"{kind}_pct": 100 * (deciles[kind][0] / deciles["stock"][0] - 1),
+                    f"{kind}_median_pct": 100 * (deciles[kind][4] / deciles["stock"][4] - 1),
                     f"{kind}_quartiles": statistics.quantiles(shares, n=4),
                 }
         return found
@@ -334,9 +357,10 @@ def play(asked: argparse.Namespace, directory: Path) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         device, kind = stack.enter_context(loop_device(image))
         found["device"] = kind
+        cores = shares_of_cores(len(asked.only) * (1 + len(CACHES)) + 1)
         engines = {
             model: {
-                name: Engine(model, name, asked, directory / "engine.sock")
+                name: Engine(model, name, asked, directory / "engine.sock", next(cores))
                 for name in ("stock", *CACHES)
             }
             for model in asked.only
@@ -344,10 +368,10 @@ def play(asked: argparse.Namespace, directory: Path) -> dict[str, Any]:
         every = [engine for kinds in engines.values() for engine in kinds.values()]
         for engine in every:
             stack.callback(engine.close)
-        stage(device, asked.models)
-        daemon = Daemon(directory, device)
+        stage(device, asked.models, asked.only)
+        daemon = Daemon(directory, device, next(cores))
         stack.callback(daemon.kill)
-        daemon.wait()
+        daemon.wait(2 * len(asked.only))
         part("daemon", "serves")
         started = {}
         for name, kinds in list(engines.items()):
@@ -363,7 +387,6 @@ def play(asked: argparse.Namespace, directory: Path) -> dict[str, Any]:
             part("timed", trial.time())
             return found
         part("compared", trial.compare())
-        part("timed", trial.time())
         part("killed", trial.kill())
         part("counters", trial.each(tuple(CACHES), "counters"))
         part("zeroed", trial.zero())
@@ -374,11 +397,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_vllm")
     parser.add_argument("--models", type=Path, required=True, help="made by .checkpoints")
     parser.add_argument("--site", type=Path, required=True, help="made by .unpack")
-    parser.add_argument("--only", nargs="*", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--timed", action="store_true", help="take times and nothing else")
+    parser.add_argument("--only", nargs="*", choices=[*MODELS, *DEEP])
+    parser.add_argument("--timed", action="store_true", help="take times, of the deep models")
     parser.add_argument("--logs", type=Path, default=Path("/tmp"))
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
+    asked.only = asked.only or list(DEEP if asked.timed else MODELS)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         line = json.dumps(play(asked, Path(name)))
     print(line)

@@ -1,11 +1,12 @@
-"""python -m bench.vllm_on_gpu.checkpoints FOLDER SITE: tiny models with tables, made anew.
+"""python -m bench.vllm_on_gpu.checkpoints FOLDER SITE [DEEP...]: tiny models with tables.
 
 ``q4``: Qwen4Exp with PLE tables at layers 0 and 2. Its sizes are what vLLM's kernels for Hopper
 take without FlashInfer and CuTe: hc_count * hidden_size no multiple of 8, indexer heads of 128, an
 output gate that is named. ``engram``: a Llama with vLLM's Engram at layers 1 and 3, tables of
 256-wide fp8 rows, and a tokenizer of pairs that fall together in the compressed token map. All
 weights are random; the output layer is scaled up, so that the most probable token is clear and a
-wrong row changes it.
+wrong row changes it. ``q4-deep`` and ``engram-deep`` are these with so many layers that a step
+takes a GPU milliseconds, as that of a model of everyday size does: times are taken of them.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ def spread(model: torch.nn.Module, seed: int, table: str) -> None:
             weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
 
 
-def qwen4_exp(folder: Path) -> None:
+def qwen4_exp(folder: Path, layers: int = 4) -> None:
     from transformers import Qwen4ExpForCausalLM, Qwen4ExpTextConfig
 
     config = Qwen4ExpTextConfig(
-        vocab_size=VOCABULARY, hidden_size=132, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=VOCABULARY, hidden_size=132, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=128, linear_key_head_dim=128, linear_value_head_dim=128,
         linear_num_key_heads=2, linear_num_value_heads=4, linear_conv_kernel_dim=4,
         moe_intermediate_size=64, shared_expert_intermediate_size=64, num_experts=8,
@@ -88,7 +89,7 @@ def stock_layout(site: Path) -> dict[str, Any]:
     return names
 
 
-def engram(folder: Path, site: Path) -> None:
+def engram(folder: Path, site: Path, layers: int = 4) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -105,7 +106,7 @@ def engram(folder: Path, site: Path) -> None:
     extra |= {"engram_num_embeddings": rows, "architectures": ["EngramLlamaForCausalLM"]}
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=4,
+            vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=layers,
             num_attention_heads=4, num_key_value_heads=2, head_dim=64,
             max_position_embeddings=4096, **TOKENS,
         )
@@ -136,11 +137,21 @@ def add_tables(file: Path, rows: dict[int, int]) -> None:
     save_file(weights, file, metadata={"format": "pt"})
 
 
+def deep_qwen4_exp(folder: Path, _: Path) -> None:
+    qwen4_exp(folder, layers=48)
+
+
+def deep_engram(folder: Path, site: Path) -> None:
+    engram(folder, site, layers=160)
+
+
 def main() -> None:
-    folder, site = map(Path, sys.argv[1:])
+    folder, site = map(Path, sys.argv[1:3])
     torch.set_num_threads(4)
     qwen4_exp(folder / "q4")
     engram(folder / "engram", site)
+    for name in sys.argv[3:]:
+        {"q4-deep": deep_qwen4_exp, "engram-deep": deep_engram}[name](folder / name, site)
 
 
 if __name__ == "__main__":

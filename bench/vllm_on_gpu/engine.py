@@ -6,9 +6,12 @@ vLLM's own output goes where standard output goes. With TIERD=1 its tables come 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,8 @@ OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 512, "gpu_memory_utilization": 0.1, "enable_prefix_caching": False,
     "seed": 0, "kv_cache_memory_bytes": 1 << 30,
 }  # fmt: skip
-# Of a model by the name of its directory.
+UNTIMED = 3  # steps
+# Of a model by the name of its directory, up to a hyphen.
 SPECIAL: dict[str, dict[str, Any]] = {
     "q4": {"additional_config": {"gdn_prefill_backend": "triton"}},
     "engram": {"compilation_config": {"mode": 0}},
@@ -30,11 +34,13 @@ class Engine:
         from vllm import LLM, SamplingParams
 
         self.sampling = SamplingParams
-        if model.name == "engram":
+        name = model.name.partition("-")[0]
+        if name == "engram":
             from bench.vllm_on_gpu import engram_model
 
             engram_model.register()
-        self.llm = LLM(model=str(model), **OPTIONS, **SPECIAL[model.name])
+        self.llm = LLM(model=str(model), **OPTIONS, **SPECIAL[name])
+        self.asked = 0
 
     def generate(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
         """Greedy tokens of all prompts as one batch."""
@@ -54,13 +60,42 @@ class Engine:
         return {"tokens": made, "longest_s": longest}
 
     def timed(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-        """Seconds per output token of a batch: a long generation less a short one."""
-        times = []
-        for count in (1, tokens + 1):
-            began = time.perf_counter()
-            self.generate(prompts, count)
-            times.append(time.perf_counter() - began)
-        return {"tpot_us": (times[1] - times[0]) / tokens * 1e6}
+        """Microseconds of each decode step of a batch, from one step's tokens to the next one's.
+
+        The first steps, which read the prompts and fill the pipeline, do not count.
+        """
+        asked = self.sampling(max_tokens=tokens, temperature=0, detokenize=False, ignore_eos=True)
+        engine = self.llm.llm_engine
+        for prompt in prompts:
+            self.asked += 1
+            engine.add_request(str(self.asked), {"prompt_token_ids": prompt}, asked)
+        made = []
+        while engine.has_unfinished_requests():
+            if engine.step():
+                made.append(time.perf_counter())
+        steps = [(b - a) * 1e6 for a, b in itertools.pairwise(made[UNTIMED:])]
+        return {"steps_us": steps, "tpot_us": sum(steps) / len(steps)}
+
+    def gaps(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+        """What a GPU does in such steps: its kernels, and the pause between one and the next.
+
+        Traced, a step takes longer; the pauses of two engines compare all the same.
+        """
+        from torch.profiler import ProfilerActivity, profile
+
+        self.timed(prompts, tokens)
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            with profile(activities=[ProfilerActivity.CUDA]) as trace:
+                self.timed(prompts, tokens)
+            trace.export_chrome_trace(file.name)
+            events = json.loads(Path(file.name).read_text())["traceEvents"]
+        kernels = sorted((e["ts"], e["dur"]) for e in events if e.get("cat") == "kernel")
+        pauses = [b[0] - a[0] - a[1] for a, b in itertools.pairwise(kernels)]
+        return {
+            "kernels_a_step": len(kernels) / tokens,
+            "kernel_us": statistics.median(duration for _, duration in kernels),
+            "pause_us": statistics.median(pauses),
+        }
 
     def settings(self) -> dict[str, Any]:
         config = self.llm.llm_engine.vllm_config
@@ -70,6 +105,7 @@ class Engine:
             "mode": str(compilation.mode),
             "sizes": list(compilation.cudagraph_capture_sizes),
             "engram": str(config.engram_config),
+            "async": bool(config.scheduler_config.async_scheduling),
         }
 
     def counters(self) -> dict[str, Any]:

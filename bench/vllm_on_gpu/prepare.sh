@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# bench/vllm_on_gpu/prepare.sh FOLDER: on the machine with the GPU, from a checkout with FOLDER as
+# bench/vllm_on_gpu/prepare.sh FOLDER [DEEP...]: on the machine with the GPU, from a checkout with FOLDER as
 # build.sh made it: /tmp/site (vLLM, and tierd's own packages from wheels in FOLDER, if any), the
-# tiny models in /tmp/models and tierd's core in the tree. About half a minute on 16 cores.
+# tiny models (and those of the names DEEP: q4-deep, engram-deep) in /tmp/models and tierd's core in the tree. About half a minute on 16 cores.
 # LIBURING_INCLUDE and LIBURING_LIBRARY name liburing where the system has none.
 set -euo pipefail
 folder=$(realpath "$1")
@@ -24,7 +24,7 @@ unpacking=$!
 (
     while [ ! -e /tmp/site/vllm/models/deepseek_v41/common/engram.py ]; do sleep 0.2; done
     sleep 1
-    python3 -m bench.vllm_on_gpu.checkpoints /tmp/models /tmp/site
+    python3 -m bench.vllm_on_gpu.checkpoints /tmp/models /tmp/site "${@:2}"
 ) &
 models=$!
 options=()

@@ -27,7 +27,7 @@ def test_engram_rows_are_the_stock_ones(served: dict[str, Any], name: str) -> No
     """Hash and lookup kernels of vLLM in the interpreter; dead positions; one rank of three."""
     engram = served[name]
     assert engram["rows"] > (2000 if name == "engram" else 700)
-    assert engram["zeroes"] > 0  # dead positions have no row
+    assert engram["distinct"] > 500
     assert (engram["ids differing"], engram["differing"]) == (0, 0)
     assert engram["demands"] == 0  # everything was kicked by the hasher
     assert engram["misses"] > 0
