@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,6 +48,15 @@ async def test_every_metric_is_there_with_its_meaning_and_labels(tmp_path: Path)
     assert {s.labels["state"] for s in found["tierd_jobs"].samples} == {
         *("queued", "running", "done", "failed", "cancelled")
     }
+
+
+def test_a_peer_is_shown_with_its_state_and_its_connects() -> None:
+    peers = [SimpleNamespace(name=f"https://n{n}:9468", up=n == 1, connects=n) for n in range(2)]
+    look: Any = SimpleNamespace(daemon=SimpleNamespace(peers=peers))
+    shown = {m.name: dict(m.read(look)) for m in METRICS if m.name.startswith("tierd_peer")}
+    names = [(peer.name,) for peer in peers]
+    assert shown["tierd_peer_up"] == dict(zip(names, (0.0, 1.0), strict=True))
+    assert shown["tierd_peer_connects_total"] == dict(zip(names, (0.0, 1.0), strict=True))
 
 
 def test_tables_beyond_the_bound_are_added_up() -> None:
@@ -97,4 +107,5 @@ def test_the_dashboard_names_metrics_that_exist() -> None:
 def test_every_bad_thing_has_an_alert() -> None:
     watched = set().union(*(names_in(rule["expr"]) for rule in RULES))
     wanted = {"tierd_tag_errors_total", "tierd_failed_requests_total", "tierd_history_degraded"}
+    wanted |= {"tierd_peer_up"}
     assert wanted <= watched

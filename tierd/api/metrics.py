@@ -81,6 +81,7 @@ class Metric:
 
 _PER_TABLE = Labels(("table",), f"images, {TABLES_MAX} at most and `other`")
 _PER_PUMP = Labels(("pump",), "`pump.count`, 64 at most")
+_PER_PEER = Labels(("peer",), "`remote.peers`")
 _PER_DEVICE = Labels(("device",), "`devices.paths`, 64 at most")
 
 
@@ -108,6 +109,10 @@ def _devices(value: Callable[[Any], float]) -> Callable[[Look], Iterable[Sample]
     return lambda look: [
         ((store.device.path,), float(value(store))) for store in look.daemon.plane.stores
     ]
+
+
+def _peers(value: Callable[[Any], float]) -> Callable[[Look], Iterable[Sample]]:
+    return lambda look: [((peer.name,), float(value(peer))) for peer in look.daemon.peers]
 
 
 def _kv(name: str, scale: float = 1.0) -> Callable[[Look], Iterable[Sample]]:
@@ -359,6 +364,32 @@ METRICS: tuple[Metric, ...] = (
         "What the examination at the start found amiss, by severity.",
         _doctor,
         Labels(("severity",), "2"),
+    ),
+    Metric(
+        "tierd_peer_up",
+        "gauge",
+        "1 while tables can be read from the peer's memory, 0 while it is away.",
+        _peers(lambda peer: peer.up),
+        _PER_PEER,
+    ),
+    Metric(
+        "tierd_peer_connects_total",
+        "counter",
+        "Times that the peer was connected; each but the first follows a break.",
+        _peers(lambda peer: peer.connects),
+        _PER_PEER,
+    ),
+    Metric(
+        "tierd_exported_images",
+        "gauge",
+        "Images in this node's memory that peers may read.",
+        lambda look: _one(len(look.daemon.exports.listing())),
+    ),
+    Metric(
+        "tierd_export_sessions",
+        "gauge",
+        "Sessions of peers that read from this node's memory.",
+        lambda look: _one(len(look.daemon.exports.sessions())),
     ),
     Metric(
         "tierd_api_answers_total",
