@@ -206,6 +206,8 @@ def main(page: str) -> None:
     """Follow one page; a JSON line for each command."""
     # Ended from outside, it still gives its loop devices back.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    # Begun in the background of a shell, it would pass on that Ctrl-C means nothing.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="tierd-docs-") as name:
         node = Node(Path(name))
         try:
