@@ -50,14 +50,18 @@ class Process:
             },
         )
 
-    def wait(self) -> tuple[int, str]:
+    def wait(self, timeout_s: float = TIMEOUT_S) -> tuple[int, str]:
         """Return the exit code and what was written to standard error."""
-        _, errors = self._process.communicate(timeout=TIMEOUT_S)
+        try:
+            _, errors = self._process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            self.close()
+            raise
         return self._process.returncode, errors
 
-    def found(self) -> dict[str, Any]:
+    def found(self, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
         """Return what the process reported; its failure is the test's."""
-        code, errors = self.wait()
+        code, errors = self.wait(timeout_s)
         assert code == 0, errors[-4000:]
         found: dict[str, Any] = json.loads(self._report.read_text())
         self._directory.cleanup()

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 FACTS: dict[str, Any] = {}
+PLE = ("ple-bf16", "ple-fp8")
+PHRASE = 16
 
 
 def checkpoint(name: str) -> Path:
@@ -39,18 +41,30 @@ def served() -> dict[str, Any]:
     models.load_plugins()
     engine = models.engram_module()
     found: dict[str, Any] = {"embedding": engine.ParallelEngramEmbedding.__module__}
-    with models.loading(models.settings(checkpoint("v41"))):
-        found["engram"] = served_engram()
-    tables.forget()
     of_three = models.settings(checkpoint("v41"), parallel_config__tensor_parallel_size=3)
-    with models.loading(of_three, tp=3, rank=1):
-        found["sharded"] = served_engram()
-    tables.forget()
-    for name in ("ple-bf16", "ple-fp8"):
-        with models.loading(models.settings(checkpoint(name))):
-            found[name] = served_ple(name)
+    ranks = {
+        "engram": models.loading(models.settings(checkpoint("v41"))),
+        "sharded": models.loading(of_three, tp=3, rank=1),
+        **{name: models.loading(models.settings(checkpoint(name))) for name in PLE},
+    }
+    for name in FACTS.get("parts", ranks):
+        with ranks[name]:
+            found[name] = served_ple(name) if name in PLE else served_engram()
         tables.forget()
     return found
+
+
+def drawn(generator: torch.Generator, below: int, count: int) -> torch.Tensor:
+    """Random numbers; all of them out of so many phrases, if FACTS says how many.
+
+    What was read once is cached: in the interpreter a row that is not costs a hundred times more.
+    """
+    phrases = FACTS.get("phrases", 0)
+    if not phrases:
+        return torch.randint(below, (count,), generator=generator)
+    kept = torch.randint(below, (phrases, PHRASE), generator=torch.Generator().manual_seed(below))
+    chosen = torch.randint(phrases, (-(-count // PHRASE),), generator=generator)
+    return kept[chosen].flatten()[:count]
 
 
 def take(model: torch.nn.Module) -> None:
@@ -71,9 +85,9 @@ def served_engram() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(4)
     found: dict[str, Any] = {"rows": 0, "differing": 0, "ids differing": 0, "distinct": 0}
     for count in FACTS.get("counts", (40, 1, 1, 8)):
-        tokens = torch.randint(layouts.TOKENS, (count,), generator=generator)
+        tokens = drawn(generator, layouts.TOKENS, count)
         before = torch.randint(layouts.TOKENS, (3,), generator=generator)
-        dead = torch.rand(count, generator=generator) < 0.1
+        dead = torch.rand(count, generator=generator) < FACTS.get("dead", 0.1)
         (ids, rows), (stock_ids, stock_rows) = (m(tokens, before, dead) for m in (mine, theirs))
         found["ids differing"] += int((ids != stock_ids).sum())
         found["distinct"] = max(found["distinct"], len(ids.unique()))
@@ -94,7 +108,7 @@ def served_ple(name: str) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(5)
     found: dict[str, Any] = {"rows": 0, "differing": 0, "class": type(mine.table).__module__}
     for count in FACTS.get("counts", (40, 1, 8)):
-        ids = torch.randint(mine.table.org_vocab_size, (count, 16), generator=generator)
+        ids = drawn(generator, mine.table.org_vocab_size, count * 16).reshape(count, 16)
         ids[0, :3] = torch.tensor([-1, mine.table.org_vocab_size, 1 << 40])  # what padding may be
         a, b = (model(ids).unflatten(-1, (16, -1)) for model in (mine, theirs))
         found["rows"] += ids.numel()
