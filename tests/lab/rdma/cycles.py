@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import time
 
 import numpy as np
 
@@ -69,7 +70,11 @@ def main() -> None:
     image = Image.make(64)
     verbs.find_port()
     before = objects()
-    right = sum(cycle(number, image) for number in range(count))
+    right = 0
+    for number in range(count):
+        right += cycle(number, image)
+        if number % 10 == 0:
+            print(f"cycle {number}, {time.monotonic():.1f} s", flush=True)
     gc.collect()
     after = objects()
     left = {kind: after.get(kind, 0) - number for kind, number in before.items()}
