@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.checkpoints import TinyCheckpoint
 from tests.daemons import make_node, running
-from tests.engines.vllm import engines, layouts
+from tests.engines.vllm import engines, gemma, layouts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,10 +32,13 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     checkpoints.mkdir()
     made = layouts.write(checkpoints)
     del made["v41-other"]  # is never staged
+    gemma.make(checkpoints / "gemma")
+    made["gemma"] = TinyCheckpoint(checkpoints / "gemma", {}, {})
     node = make_node(root, made, size=96 << 20)
     with running(node):
         yield {
             "checkpoints": str(checkpoints),
+            "gemma": str(checkpoints / "gemma"),
             "scratch": str(root),
             "socket": str(node.engine_socket),
         }

@@ -186,9 +186,10 @@ def construct(config: Any, model: Any = models.EngramTables) -> Any:
 
 def refused_settings() -> dict[str, Any]:
     found = {"rocm": "; ".join(guards.settings_problems(
-        models.settings("nowhere"), TableKind.ENGRAM, hip=True))}  # fmt: skip
-    gemma = guards.settings_problems(models.settings("nowhere"), TableKind.PER_LAYER, hip=False)
-    found["gemma"] = "; ".join(gemma)
+        models.settings("nowhere"), TableKind.ENGRAM, "rocm"))}  # fmt: skip
+    for platform in ("cuda", "cpu"):
+        gemma = guards.settings_problems(models.settings("nowhere"), TableKind.PER_LAYER, platform)
+        found[f"gemma on {platform}"] = "; ".join(gemma)
     changes: dict[str, Any] = {
         "load_config__load_format": "dummy",
         "load_config__safetensors_load_strategy": "eager",

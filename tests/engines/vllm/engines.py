@@ -32,7 +32,6 @@ def gemma(facts: str, **environ: str) -> engines.Process:
     options: dict[str, Any] = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": "0",
-        "TIERD_ALLOW_UNCHECKED": "1",
     }  # fmt: skip
     return engines.Process(
         CPU, "tests.engines.vllm.gemma", facts, environ={**options, **environ},

@@ -164,24 +164,24 @@ def require_free(name: str) -> None:
         )
 
 
-def require_settings(config: Any, kind: TableKind, *, hip: bool) -> None:
+def require_settings(config: Any, kind: TableKind, platform: str) -> None:
     """Check what the engine was started with.
 
     Args:
         config: vLLM's settings of everything.
         kind: of the table that is constructed.
-        hip: whether torch is built for ROCm.
+        platform: where its tables are read: "cpu", "cuda" or "rocm".
 
     Raises:
         HookError: the first problem of :func:`settings_problems`.
     """
-    for problem in settings_problems(config, kind, hip=hip):
+    for problem in settings_problems(config, kind, platform):
         raise HookError(problem)
 
 
-def settings_problems(config: Any, kind: TableKind, *, hip: bool) -> Iterator[str]:
+def settings_problems(config: Any, kind: TableKind, platform: str) -> Iterator[str]:
     """Yield the settings that do not go together with a table that is not there."""
-    if hip:
+    if platform == "rocm":
         yield "ROCm is not served yet: tierd's kernels are for CUDA; run vLLM without tierd"
     if (stages := config.parallel_config.pipeline_parallel_size) > 1:
         yield (
@@ -195,10 +195,11 @@ def settings_problems(config: Any, kind: TableKind, *, hip: bool) -> Iterator[st
             "decode_backend=latency_specialized reads the tables by kernels of its own; take it "
             "out of --additional-config, or unset TIERD"
         )
-    if kind == TableKind.PER_LAYER and os.environ.get(UNCHECKED) != "1":
+    unchecked = os.environ.get(UNCHECKED) == "1"
+    if kind == TableKind.PER_LAYER and platform == "cuda" and not unchecked:
         yield (
-            "Gemma's table under vLLM has not been compared with the stock engine's yet; set "
-            f"{UNCHECKED}=1 to serve it all the same, or unset TIERD"
+            "Gemma's table under vLLM was compared with the stock engine's on CPUs alone, not on a "
+            f"GPU; set {UNCHECKED}=1 to serve it all the same, or unset TIERD"
         )
     engram = config.engram_config
     if kind != TableKind.PER_LAYER and engram is not None and not engram.cpu_offload:

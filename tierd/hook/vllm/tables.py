@@ -59,7 +59,8 @@ def register(table: ServedTable, columns: int) -> Rank:
     config = current_config()
     kind = table.kind
     if kind not in _ranks:
-        guards.require_settings(config, kind, hip=torch.version.hip is not None)
+        platform = "rocm" if torch.version.hip is not None else torch.empty(0).device.type
+        guards.require_settings(config, kind, platform)
         _ranks[kind] = _find(config, kind)
     rank = _ranks[kind]
     rank.spec(table)
