@@ -2,8 +2,10 @@
 #include "verbs_context.h"
 
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <sys/random.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <bit>
@@ -77,13 +79,21 @@ ibv_mtu mtu_of(std::uint32_t bytes) {
     return static_cast<ibv_mtu>(std::clamp(step, 1u, 5u));
 }
 
+// Why a device cannot be opened: without udev, the library's second way to the node hides what went
+// wrong on the first.
+int why_not_open(const ibv_device* device, int error) {
+    const std::string node = std::string("/dev/infiniband/") + device->dev_name;
+    return faccessat(AT_FDCWD, node.c_str(), R_OK | W_OK, AT_EACCESS) == 0 ? error : errno;
+}
+
 VerbsDevice describe(ibv_device* device) {
     const VerbsApi& api = verbs_api();
     VerbsDevice out{api.get_device_name(device), "", 0, 0, 0, 0, {}};
     errno = 0;
     ibv_context* context = api.open_device(device);
     if (context == nullptr) {
-        out.trouble = explain_verbs(out.name + ": ibv_open_device", errno);
+        const int why = why_not_open(device, errno);
+        out.trouble = explain_verbs(out.name + ": ibv_open_device", why);
         return out;
     }
     ibv_device_attr attributes{};
@@ -121,6 +131,9 @@ std::string explain_verbs(const std::string& what, int error) {
         case EPERM:
             return head + "no permission for /dev/infiniband/uverbs*; run as root, or add the group "
                           "that owns it";
+        case ENOENT:
+            return head + "there is no /dev/infiniband/uverbs*; load ib_uverbs, or give the "
+                          "container /dev/infiniband";
         case ENOMEM: {
             rlimit limit{};
             getrlimit(RLIMIT_MEMLOCK, &limit);
@@ -157,7 +170,10 @@ VerbsContext::VerbsContext(const std::string& device, std::uint32_t port)
         if (api.get_device_name(devices.list[i]) != device) continue;
         errno = 0;
         context_ = api.open_device(devices.list[i]);
-        if (context_ == nullptr) throw VerbsError(explain_verbs(device + ": ibv_open_device", errno));
+        if (context_ == nullptr) {
+            const int why = why_not_open(devices.list[i], errno);
+            throw VerbsError(explain_verbs(device + ": ibv_open_device", why));
+        }
     }
     if (context_ == nullptr) throw VerbsError("there is no RDMA device " + device);
     ibv_port_attr found{};
