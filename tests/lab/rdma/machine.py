@@ -131,7 +131,17 @@ class Machine:
         words = ["qemu-system-x86_64"]
         words += ["-accel", "kvm", "-cpu", "host"] if kvm else ["-accel", "tcg,thread=multi"]
         words += [] if kvm else ["-cpu", "max"]
-        words += ["-smp", "1", "-m", str(memory_mib), "-M", "q35", "-nodefaults", "-no-reboot"]
+        # One alone has two CPUs; of two, each has one.
+        words += [
+            "-smp",
+            "2" if wire is None else "1",
+            "-m",
+            str(memory_mib),
+            "-M",
+            "q35",
+            "-nodefaults",
+            "-no-reboot",
+        ]
         words += ["-display", "none", "-serial", "stdio", "-monitor", "none"]
         words += ["-kernel", str(CACHE / "vmlinux"), "-initrd", str(CACHE / "initrd.gz")]
         words += ["-append", append]
