@@ -242,6 +242,8 @@ def read(asked: argparse.Namespace) -> None:
     wait_for(
         lambda: (
             kills() >= first + asked.kills
+            # A busy emulated machine may not come back before the next kill.
+            and all(one["connects"] > asked.kills for one in readings)
             and sum(one["pages"] for one in readings) * ROWS_PER_PAGE >= asked.rows
         )
     )
