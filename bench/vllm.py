@@ -26,8 +26,8 @@ PACKAGES = ("torch", "triton", "numpy")
 REQUESTS, TOKENS = 60, 16  # of each way to run it
 # Tokens of each step; Engram reads 48 rows a token, 16 of them a rank of three, and PLE 16, in two
 # dtypes. They come in so many phrases, and some of the first ones are dead.
-COUNTS = [400, *[8] * 30, *[1] * 10, 480]
-PHRASES, DEAD = 6, 0.002
+COUNTS = [400, *[8] * 4, *[1] * 4, 400, 300]
+PHRASES, DEAD = 2, 0.002
 ROWS_TIMEOUT_S = 3600
 
 IMPORT_COST = """

@@ -59,12 +59,17 @@ def drawn(generator: torch.Generator, below: int, count: int) -> torch.Tensor:
 
     What was read once is cached: in the interpreter a row that is not costs a hundred times more.
     """
-    phrases = FACTS.get("phrases", 0)
-    if not phrases:
+    if not FACTS.get("phrases"):
         return torch.randint(below, (count,), generator=generator)
-    kept = torch.randint(below, (phrases, PHRASE), generator=torch.Generator().manual_seed(below))
-    chosen = torch.randint(phrases, (-(-count // PHRASE),), generator=generator)
+    kept = phrases(below)
+    chosen = torch.randint(len(kept), (-(-count // PHRASE),), generator=generator)
     return kept[chosen].flatten()[:count]
+
+
+def phrases(below: int) -> torch.Tensor:
+    """Those that FACTS asks for [phrases, PHRASE]; one if it asks for none."""
+    shape = (FACTS.get("phrases", 1), PHRASE)
+    return torch.randint(below, shape, generator=torch.Generator().manual_seed(below))
 
 
 def take(model: torch.nn.Module) -> None:
@@ -86,7 +91,7 @@ def served_engram() -> dict[str, Any]:
     found: dict[str, Any] = {"rows": 0, "differing": 0, "ids differing": 0, "distinct": 0}
     for count in FACTS.get("counts", (40, 1, 1, 8)):
         tokens = drawn(generator, layouts.TOKENS, count)
-        before = torch.randint(layouts.TOKENS, (3,), generator=generator)
+        before = phrases(layouts.TOKENS)[0, -3:]
         dead = torch.rand(count, generator=generator) < FACTS.get("dead", 0.1)
         (ids, rows), (stock_ids, stock_rows) = (m(tokens, before, dead) for m in (mine, theirs))
         found["ids differing"] += int((ids != stock_ids).sum())
