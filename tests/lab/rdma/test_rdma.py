@@ -6,7 +6,6 @@ outcomes shown. test_rdma_pair.py has two.
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 from tests.daemons import engram_node
 from tests.lab.rdma import machine
+from tests.lab.rdma.marks import LAB
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,12 +23,7 @@ if TYPE_CHECKING:
     from tests.lab.rdma.machine import Machine
 
 ROOT = Path(__file__).resolve().parents[3]
-WHY_NOT = machine.why_not() if os.environ.get("TIERD_LAB_RDMA") else "run: make lab-rdma"
-pytestmark = [
-    pytest.mark.rdma,
-    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
-    pytest.mark.timeout(1200),
-]
+pytestmark = LAB
 
 
 @pytest.fixture(scope="module")

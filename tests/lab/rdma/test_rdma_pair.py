@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import pytest
 
 from bench.remote import two_roles
 from tests.lab.rdma import machine
+from tests.lab.rdma.marks import LAB
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.lab.rdma.machine import Machine
 
-WHY_NOT = machine.why_not() if os.environ.get("TIERD_LAB_RDMA") else "run: make lab-rdma"
-pytestmark = [
-    pytest.mark.rdma,
-    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
-    pytest.mark.timeout(1200),
-]
+pytestmark = LAB
 
 
 @pytest.fixture(scope="module")
