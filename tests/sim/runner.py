@@ -82,7 +82,7 @@ def run_seed(seed: int) -> Outcome:
     if not outcome.kind:
         text = _WATCH.after_run()
         left = leaks.descriptors() - descriptors
-        if left > 0:  # below: a thread of an earlier test has closed its own meanwhile
+        if left:
             text = f"{left} descriptors were left open"
         outcome.kind, outcome.text = ("leak", f"leak: {text}") if text else ("", "")
     return outcome
