@@ -93,9 +93,10 @@ def rows() -> list[dict[str, Any]]:
     parts = {key: found[key] for key in ("engram", "sharded", "ple-bf16", "ple-fp8")}
     checked = sum(part["rows"] for part in parts.values())
     differing = sum(part["differing"] + part.get("ids differing", 0) for part in parts.values())
+    engram = parts["engram"]
     spread = (
-        "vLLM 0.33.0's hash and lookup kernels, interpreted; TP 1 and one rank of 3; PLE; rows come "
-        f"again: {parts['engram']['misses']} of Engram's {parts['engram']['rows']} were not cached"
+        "vLLM 0.33.0's hash and lookup kernels, interpreted; TP 1 and one rank of 3; PLE; rows "
+        f"come again: {engram['misses']} of Engram's {engram['rows']} were not cached"
     )
     return [
         record("vllm.rows_checked", checked, "rows", spread, detail=parts),
