@@ -271,11 +271,11 @@ def test_a_lost_wake_up_is_survived(tmp_path: Path, transport: str) -> None:
 def test_a_gpu_ring_rings_nobody(tmp_path: Path, transport: str) -> None:
     served = Served(tmp_path / "image", IMAGE, transport=transport, spin_us=0, park_us=50)
     client = served.client(wake=False, flags=P.RING_FLAG_GPU)
-    served.pump.stats()  # rings the eventfd itself
     before = served.pump.stats()
     for i in range(20):
         client.read([i])
-    assert served.pump.stats()["wakes"] - before["wakes"] <= 1
+    # Asking rings, and may be answered before its ring is counted: both may lie in between.
+    assert served.pump.stats()["wakes"] - before["wakes"] <= 2
     # It looks up every 50 us; at the pace of an idle pump without a GPU this would take minutes.
     beat = int(client.word(P.OFFSET_BEAT)[0])
     while client.word(P.OFFSET_BEAT)[0] - beat < 2000:
