@@ -34,8 +34,9 @@ ROWS = 20_000
 IMPORTS = """
 from tierd.tools.lean import lean_imports
 with lean_imports():
-    from tierd import config, daemon, log
+    from tierd import config, log
     from tierd.api.server import RestApi
+    from tierd.daemon import service
 from tierd.tools import doctor
 """
 TOKEN = "0123456789abcdef0123456789abcdef"

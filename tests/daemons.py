@@ -20,7 +20,7 @@ from tests import checkpoints
 from tierd import config
 from tierd.api.server import RestApi
 from tierd.cli import cli
-from tierd.daemon import serve
+from tierd.daemon.service import serve
 from tierd.errors import TierdError
 from tierd.io.checkpoint import Checkpoint
 from tierd.io.staging import stage

@@ -14,7 +14,6 @@ import sqlite_utils  # noqa: F401 - else the first event of a test would wait fo
 from tierd.api.server import RestApi
 from tierd.catalog import Catalog
 from tierd.config import load
-from tierd.daemon import Daemon
 from tierd.daemon.attach import AttachServer
 from tierd.daemon.counters import Counters
 from tierd.daemon.exports import Exports
@@ -22,6 +21,7 @@ from tierd.daemon.jobs import Board
 from tierd.daemon.plane import DataPlane
 from tierd.daemon.recent import Recent
 from tierd.daemon.scrub import Scrubber
+from tierd.daemon.service import Daemon
 from tierd.daemon.steering import Steering
 
 if TYPE_CHECKING:

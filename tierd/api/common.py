@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from tierd.daemon import Daemon
+from tierd.daemon.service import Daemon
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from tierd.api.streams import Item
-    from tierd.daemon import Daemon
+    from tierd.daemon.service import Daemon
 
 FLUSH_S = 0.5
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from tierd.api.streams import Item
-    from tierd.daemon import Daemon
     from tierd.daemon.jobs import Work
+    from tierd.daemon.service import Daemon
 
 WATCH_S = 0.2
 

@@ -22,7 +22,7 @@ from tierd.daemon.recent import ring_sums
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from tierd.daemon import Daemon
+    from tierd.daemon.service import Daemon
 
     Sample = tuple[tuple[str, ...], float]
 

@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from tierd.api.streams import Item
-    from tierd.daemon import Daemon
     from tierd.daemon.attach import AttachedClient
     from tierd.daemon.recent import Sums
     from tierd.daemon.served import ServedImage
+    from tierd.daemon.service import Daemon
     from tierd.io.store import Store
 
 PAGE_BYTES = 4096

@@ -14,8 +14,8 @@ from tierd.api.parse import Body
 from tierd.api.routing import Call, Routes
 
 if TYPE_CHECKING:
-    from tierd.daemon import Daemon
     from tierd.daemon.served import ServedImage
+    from tierd.daemon.service import Daemon
 
 WINDOW_US_MAX = 10_000_000.0
 

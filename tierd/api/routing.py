@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from pydantic import BaseModel
 
-    from tierd.daemon import Daemon
+    from tierd.daemon.service import Daemon
 
     Handler = Callable[["Call"], Awaitable[Any]]  # a model, or a finished response
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from tierd.api.doctor import Examine
     from tierd.api.routing import Routes
     from tierd.config import ApiSection
-    from tierd.daemon import Daemon
+    from tierd.daemon.service import Daemon
 
 log = structlog.get_logger("tierd.api")
 

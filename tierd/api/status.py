@@ -13,8 +13,8 @@ from tierd.api.doctor import EXAMINATION, verdict
 from tierd.api.routing import Call, Routes
 
 if TYPE_CHECKING:
-    from tierd.daemon import Daemon
     from tierd.daemon.dram import Held
+    from tierd.daemon.service import Daemon
 
 routes = Routes("status", "The daemon: what it is, what it serves, how it is.")
 

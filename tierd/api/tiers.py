@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from tierd.api import schemas
 
 if TYPE_CHECKING:
-    from tierd.daemon import Daemon
     from tierd.daemon.dram import Held
     from tierd.daemon.plane import DataPlane
     from tierd.daemon.remote_tiers import RemoteTier
     from tierd.daemon.served import ServedImage
+    from tierd.daemon.service import Daemon
 
 
 def answer(daemon: Daemon, image: ServedImage) -> list[schemas.Tier]:

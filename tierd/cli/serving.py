@@ -50,8 +50,9 @@ def serve(
     from tierd.tools.lean import lean_imports
 
     with lean_imports():
-        from tierd import config, daemon, log
+        from tierd import config, log
         from tierd.api.server import RestApi
+        from tierd.daemon.service import serve as serve_tables
     from tierd.tools import doctor
 
     overrides = {
@@ -69,7 +70,7 @@ def serve(
 
     settings = read_settings()
     log.setup(settings.log.level, settings.log.format)
-    daemon.serve(settings, lambda made: RestApi(made, examine=doctor.examine), read_settings)
+    serve_tables(settings, lambda made: RestApi(made, examine=doctor.examine), read_settings)
 
 
 @cli.command()

@@ -2,10 +2,5 @@
 
 ``service`` wires everything and has no policy; ``plane`` joins stores and pumps; ``attach`` speaks
 with engines; ``rings`` reads their counters; ``claims`` are the locks and sockets that one daemon
-holds at a time.
+holds at a time. Nothing is imported here: a part costs what it needs, not the whole daemon.
 """
-
-from tierd.daemon.service import Api as Api
-from tierd.daemon.service import Daemon as Daemon
-from tierd.daemon.service import Identity as Identity
-from tierd.daemon.service import serve as serve
