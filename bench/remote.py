@@ -96,10 +96,12 @@ def two_roles(
     role = ["-m", "tests.lab.rdma.roles"]
     exporting = there.start(in_tree([*role, "export", "--family", family]))
     try:
-        while not (there.lab / "exporting").exists():
-            assert not (there.folder / f"{exporting}.rc").exists(), there.finish(exporting)
+        # Both start at once; the reading one tries until the other listens.
+        reading = here.start(in_tree([*role, "read", "--peer", peer, *words]))
+        while not here.has_finished(reading):
+            assert not there.has_finished(exporting), there.finish(exporting)
             time.sleep(0.1)
-        text = here.run(in_tree([*role, "read", "--peer", peer, *words]), timeout_s=LIMIT_S)
+        text = here.finish(reading)
     finally:
         (there.lab / "over").write_text("")
     there.finish(exporting, timeout_s=300)

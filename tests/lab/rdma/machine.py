@@ -175,6 +175,15 @@ class Machine:
         hidden.rename(self.folder / f"{number}.sh")
         return number
 
+    def has_finished(self, number: int) -> bool:
+        """Whether a command has ended.
+
+        Raises:
+            AssertionError: the machine is gone.
+        """
+        assert self._process.poll() is None, f"{self.name}: the machine is gone"
+        return (self.folder / f"{number}.rc").exists()
+
     def finish(self, number: int, *, check: bool = True, timeout_s: float = 120) -> str:
         """Wait for a command; return what it printed on both streams.
 
