@@ -12,6 +12,7 @@ from tests.attach_world import World
 from tests.daemons import Node, engram_node
 from tierd.config import load
 from tierd.daemon import dram as rooms
+from tierd.daemon import keeper
 from tierd.daemon.dram import DramImages
 from tierd.daemon.plane import DataPlane
 from tierd.io import _core, shared_image
@@ -71,7 +72,7 @@ class Slow:
 def test_a_device_that_hangs_does_not_keep_the_daemon_from_stopping(
     dram: DramImages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rooms, "STOP_S", 0.05)
+    monkeypatch.setattr(keeper, "STOP_S", 0.05)
     slow = Slow(monkeypatch)
     dram.start()
     assert slow.asked.wait(PATIENCE_S)

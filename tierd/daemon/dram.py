@@ -10,12 +10,12 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import os
-import threading
 import time
 from typing import TYPE_CHECKING
 
 import structlog
 
+from tierd.daemon.keeper import LOOK_S, Keeper, same_staging
 from tierd.errors import TierdError
 from tierd.io.shared_image import SharedImage
 
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from tierd.daemon.served import ServedImage
 
 log = structlog.get_logger("tierd.daemon.dram")
-
-LOOK_S = 1.0
-STOP_S = 2.0
 
 
 @dataclasses.dataclass(eq=False)
@@ -54,32 +51,16 @@ class Held:
             self.memory = None
 
 
-class DramImages:
+class DramImages(Keeper):
     """What this daemon keeps in memory for engines."""
 
     def __init__(self, settings: DramSection, plane: DataPlane) -> None:
-        self._settings = settings
-        self._plane = plane
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        super().__init__("tierd-dram", settings.images, plane)
         self._held: dict[int, Held] = {}
 
-    def start(self) -> None:
-        """Load in the background."""
-        if self._settings.images:
-            self._thread = threading.Thread(target=self._run, name="tierd-dram", daemon=True)
-            self._thread.start()
-
     def stop(self) -> None:
-        """Give everything up. Idempotent.
-
-        A device that does not answer is waited for briefly; the thread ends with the process.
-        """
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(STOP_S)
-            self._thread = None
+        """Give everything up. Idempotent."""
+        self._end_thread()
         with self._lock:
             given_up = list(self._held.values())
             self._held.clear()
@@ -87,27 +68,23 @@ class DramImages:
             held.close()
 
     def _run(self) -> None:
-        for pattern in self._settings.images:
-            if not any(fnmatch.fnmatchcase(one.info.name, pattern) for one in self._images()):
+        served = [image.info.name for image in list(self._plane.images.values())]
+        for pattern in self.patterns:
+            if not fnmatch.filter(served, pattern):
                 log.warning("dram.images names no image that is served", pattern=pattern)
         while not self._stop.is_set():
             self.look()
             self._stop.wait(LOOK_S)
 
-    def _images(self) -> list[ServedImage]:
-        return list(self._plane.images.values())
-
     def look(self) -> None:
         """Give up what is not served any more, and load what is new."""
-        wanted = {
-            image.info.image_id: image
-            for image in self._images()
-            if image.local
-            and any(fnmatch.fnmatchcase(image.info.name, p) for p in self._settings.images)
-        }
+        wanted = self.chosen()
         with self._lock:
-            void = [n for n, held in self._held.items() if not _same(wanted.get(n), held.image)]
-            given_up = [self._held.pop(number) for number in void]
+            given_up = [
+                self._held.pop(number)
+                for number, held in list(self._held.items())
+                if not same_staging(wanted.get(number), held.image)
+            ]
         # Outside the lock, which attaching engines wait for: freeing 100 GiB takes seconds.
         for held in given_up:
             log.info("no longer in memory", image=held.image.info.name)
@@ -149,7 +126,7 @@ class DramImages:
     def _wanted(self, image: ServedImage) -> bool:
         """Whether an image is served still, and we are to go on."""
         now = self._plane.images.get(image.info.image_id)
-        return not self._stop.is_set() and _same(now, image)
+        return not self._stop.is_set() and same_staging(now, image)
 
     def listing(self) -> list[Held]:
         """Return what is in memory or to be, by name."""
@@ -160,7 +137,7 @@ class DramImages:
         """Return an image's place in memory, None where it is not to have one."""
         with self._lock:
             held = self._held.get(image.info.image_id)
-        return held if held is not None and _same(held.image, image) else None
+        return held if held is not None and same_staging(held.image, image) else None
 
     def take(self, image: ServedImage) -> tuple[int, int] | None:
         """Return a descriptor of an image in memory, the caller's, and its bytes; or None."""
@@ -169,8 +146,3 @@ class DramImages:
             if held is None or held.state != "ready" or held.memory is None:
                 return None
             return os.dup(held.memory.fd), held.memory.size
-
-
-def _same(one: ServedImage | None, other: ServedImage) -> bool:
-    """Whether both are one staging of an image; another window makes another object of it."""
-    return one is not None and one.info.generation == other.info.generation

@@ -12,9 +12,7 @@ its next tier; it can never get other bytes, and it checks what it gets.
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import secrets
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +20,7 @@ import structlog
 
 from tierd import __version__
 from tierd.daemon.by_verbs import VerbsExporter
+from tierd.daemon.keeper import LOOK_S, Keeper, same_staging
 from tierd.errors import RdmaError, RdmaMissingError, RdmaPeerError, TierdError
 from tierd.io import exports
 
@@ -35,8 +34,6 @@ log = structlog.get_logger("tierd.daemon.exports")
 
 VERSION = 1  # of what peers say to each other
 LEASE_S = 10.0
-LOOK_S = 1.0
-STOP_S = 2.0
 SESSIONS_MAX = 256
 LINKS_MAX = 64
 
@@ -86,7 +83,7 @@ class Session:
             responder.close()
 
 
-class Exports:
+class Exports(Keeper):
     """What this daemon exports.
 
     Attributes:
@@ -95,37 +92,17 @@ class Exports:
     """
 
     def __init__(self, settings: ExportsSection, plane: DataPlane) -> None:
+        super().__init__("tierd-exports", settings.images, plane)
         self._settings = settings
-        self._plane = plane
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
         self._exporter: VerbsExporter | NixlExporter | None = None
         self._exports: dict[int, Export] = {}
         self._sessions: dict[str, Session] = {}
         self.fault = ""
         self.revision = 0
 
-    @property
-    def wanted(self) -> bool:
-        """Whether the configuration names any image."""
-        return bool(self._settings.images)
-
-    def start(self) -> None:
-        """Load and serve, in the background."""
-        if self.wanted:
-            self._thread = threading.Thread(target=self._run, name="tierd-exports", daemon=True)
-            self._thread.start()
-
     def stop(self) -> None:
-        """Withdraw everything. Idempotent.
-
-        A device that does not answer is waited for briefly; the thread ends with the process.
-        """
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(STOP_S)
-            self._thread = None
+        """Withdraw everything. Idempotent."""
+        self._end_thread()
         with self._lock:
             for session in self._sessions.values():
                 session.close()
@@ -159,21 +136,13 @@ class Exports:
             for session in [s for s in self._sessions.values() if s.until < now]:
                 log.warning("a peer has not renewed its session", peer=session.peer)
                 self._sessions.pop(session.number).close()
-            wanted = {
-                image.info.image_id: image
-                for image in self._plane.images.values()
-                if image.local and self._chosen(image.info.name)
-            }
+            wanted = self.chosen()
             for number, export in list(self._exports.items()):
-                new = wanted.get(number)
-                if new is None or new.info.generation != export.image.info.generation:
+                if not same_staging(wanted.get(number), export.image):
                     self._withdraw(number)
         for number, image in wanted.items():
             if number not in self._exports and not self._stop.is_set():
                 self._load(image)
-
-    def _chosen(self, name: str) -> bool:
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self._settings.images)
 
     def _withdraw(self, number: int) -> None:
         export = self._exports.pop(number)
