@@ -115,7 +115,7 @@ class Engine:
         from tierd.hook.vllm import tables
 
         found: dict[str, Any] = {"tables": {}}
-        for rank in tables.ranks():
+        for rank in tables.RANKS.all():
             assert rank.attached is not None
             keeper = rank.attached.client.keeper
             found |= {"takeovers": keeper.takeovers, "attaches": keeper.attaches}

@@ -13,6 +13,7 @@ import types
 import uuid
 from typing import TYPE_CHECKING, Any
 
+from tests.patched import replaced
 from tierd.io import formatting, staging, store, walker
 from tierd.io import scrub as _scrub  # noqa: F401 - its sizes shrink too, whoever imports it
 
@@ -80,17 +81,6 @@ def simulated_machine(host: SimulatedHost, chance: random.Random) -> Iterator[No
         for module, name, value in patches:
             stack.enter_context(replaced(module, name, value))
         yield
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute that exists, and set it back."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _storage_modules() -> list[Any]:

@@ -12,7 +12,7 @@ import struct
 import types
 from typing import TYPE_CHECKING, Any
 
-from tests.sim.seams import replaced
+from tests.patched import replaced
 from tierd.io import (
     _core,
     blocks,

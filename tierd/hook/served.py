@@ -7,6 +7,7 @@ An adapter constructs a :class:`ServedTable` in the place of each stock table an
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from tierd.gpu.tables import TableOptions
 from tierd.hook import attach, autostart
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -263,6 +264,77 @@ class Rank:
                 f"({int(differs.sum())} of {len(chosen)} sampled rows differ); "
                 "run: tierd verify --full --device DEVICE"
             )
+
+
+class Ranks:
+    """This process's tables of every kind: each kind's found when its first is constructed."""
+
+    def __init__(self) -> None:
+        self._by_kind: dict[TableKind, Rank] = {}
+
+    def take(self, table: ServedTable, find: Callable[[], Rank]) -> Rank:
+        """Take note of a table that the model constructs.
+
+        Args:
+            table: the one that is constructed.
+            find: finds the images of its kind; called for the first of a kind.
+
+        Raises:
+            HookError: no image of this checkpoint, or none for the table's layer.
+            AttachError: no daemon within ``TIERD_WAIT_S``.
+        """
+        if table.kind not in self._by_kind:
+            self._by_kind[table.kind] = find()
+        rank = self._by_kind[table.kind]
+        if table.layer is not None:
+            rank.spec(table)
+        rank.tables.append(table)
+        return rank
+
+    def all(self) -> tuple[Rank, ...]:
+        """Return them, by kind."""
+        return tuple(self._by_kind.values())
+
+    def serve(self, modules: Iterable[Any]) -> None:
+        """Attach what is not attached yet, and try what was not tried.
+
+        Args:
+            modules: an adapter's, each with its table as ``tierd`` and with ``tierd_test()``.
+
+        Raises:
+            HookError: a table that is served wrongly, or not at all.
+            AttachError: no daemon, or it refused.
+        """
+        for rank in self.all():
+            rank.attach()
+        for module in modules:
+            if not module.tierd.tested:
+                module.tierd_test()
+
+    def forget(self) -> None:
+        """Detach everything: an engine that shuts down and starts again in one process."""
+        for rank in self.all():
+            if rank.attached is not None:
+                rank.attached.client.close()
+        self._by_kind.clear()
+
+
+def after_loading(runner: Any, then: Callable[[Any], None]) -> None:
+    """Call something with a model runner whenever its ``load_model`` has loaded a model.
+
+    Args:
+        runner: the engine's class.
+        then: gets the instance.
+    """
+    stock = runner.load_model
+
+    @functools.wraps(stock)
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = stock(self, *args, **kwargs)
+        then(self)
+        return result
+
+    runner.load_model = load_model
 
 
 def sample(table: ServedTable) -> list[int]:

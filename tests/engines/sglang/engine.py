@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tests.engines.sglang import layouts, models, modes
+from tests.patched import environ, replaced
 from tierd.api import rest_client
 from tierd.errors import TierdError
 from tierd.hook import attach, settings
@@ -56,11 +57,11 @@ def served() -> dict[str, Any]:
     }
     with models.published(checkpoint("v41")):
         found["engram"] = served_engram()
-    tables.forget()
+    tables.RANKS.forget()
     for name in ("ple-bf16", "ple-fp8"):
         with models.published(checkpoint(name)):
             found[name] = served_ple(name)
-        tables.forget()
+        tables.RANKS.forget()
     return found
 
 
@@ -195,11 +196,11 @@ def sharded() -> dict[str, Any]:
         for rank in range(tp):
             with models.published(checkpoint("v41"), tp=tp, rank=rank):
                 sharded_engram(config, token_map, found)
-            tables.forget()
+            tables.RANKS.forget()
             for name in ("ple-bf16", "ple-fp8"):
                 with models.published(checkpoint(name), tp=tp, rank=rank):
                     sharded_ple(name, found)
-                tables.forget()
+                tables.RANKS.forget()
     found["collective"] = collective(config, token_map)
     return found
 
@@ -316,27 +317,6 @@ def refused() -> dict[str, Any]:
     return found
 
 
-@contextlib.contextmanager
-def environ(**values: str) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-@contextlib.contextmanager
-def changed(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
 def error_text(function: Any, *arguments: Any) -> str:
     try:
         function(*arguments)
@@ -349,7 +329,7 @@ def refused_by_guards(engine: Any) -> dict[str, Any]:
     from tierd.hook.sglang import early
 
     found = {"stock": error_text(guards.require_source, engine, guards.ENGRAM)}
-    with changed(guards, "version", lambda: "0.6.0"):
+    with replaced(guards, "version", lambda: "0.6.0"):
         found["release"] = exit_text(plugin.activate)
         with environ(TIERD_ALLOW_UNCHECKED="1"):
             found["let in"] = error_text(guards.require_environment)
@@ -358,10 +338,10 @@ def refused_by_guards(engine: Any) -> dict[str, Any]:
                 guards.require_source, engine, ("Engram.nothing",)
             )
     other = type("Other", (engine.EngramEmbedding,), {"__module__": "other_plugin.patch"})
-    with changed(engine, "EngramEmbedding", other):
+    with replaced(engine, "EngramEmbedding", other):
         found["other plugin"] = error_text(guards.require_source, engine, guards.ENGRAM)
     sources = {guards.version(): dict.fromkeys(guards.ENGRAM, "0" * 12)}
-    with changed(guards, "SOURCES", sources):
+    with replaced(guards, "SOURCES", sources):
         found["source"] = error_text(guards.require_source, engine, guards.ENGRAM)
     for name in guards._PLACEMENTS:
         with environ(**{name: "1"}):
@@ -401,7 +381,7 @@ def refused_settings() -> dict[str, Any]:
                 found[name] = exit_text(construct)
         except ValueError as error:
             found[name] = f"no such setting: {error}"
-        tables.forget()
+        tables.RANKS.forget()
     return found
 
 
@@ -418,16 +398,16 @@ def refused_checkpoints() -> dict[str, Any]:
             with environ(TIERD_SOCKET=path, TIERD_WAIT_S="1"):
                 found["daemon dies"] = exit_text(construct)
             model = construct()
-            tables.ranks()[0].settings = settings.HookSettings(path, None, 64, 1.0)
+            tables.RANKS.all()[0].settings = settings.HookSettings(path, None, 64, 1.0)
             found["daemon dies in attach"] = exit_text(lambda: model.load(checkpoint("v41")))
-        tables.forget()
+        tables.RANKS.forget()
         changes: dict[str, Any] = {
             "other rows": {"engram_vocab_size": 101, "engram_num_embeddings": [3828, 7078]},
             "other layer": {"engram_layer_ids": [2, 14]},
         }
         for name, change in changes.items():
             found[name] = exit_text(lambda change=change: construct(**change))
-            tables.forget()
+            tables.RANKS.forget()
     with models.published("nobody/nothing"):
         found["not here"] = exit_text(construct)
     with models.published(checkpoint("ple-bf16")):
@@ -461,29 +441,29 @@ def refused_models() -> dict[str, Any]:
     found = {"no table": error_text(models.take, torch.nn.Linear(2, 2))}
     stored = attach.stored_rows
     with models.published(checkpoint("v41")):
-        with changed(attach, "stored_rows", lambda *a: stored(*a) ^ 1):
+        with replaced(attach, "stored_rows", lambda *a: stored(*a) ^ 1):
             found["self-test"] = exit_text(lambda: construct().load(checkpoint("v41")))
-        tables.forget()
+        tables.RANKS.forget()
         early = construct()
         ids = torch.zeros(2, 24, dtype=torch.int64)
         found["before loading"] = error_text(early.layers["1"]["engram"].embed._owned_rows, ids)
         embed = early.layers["1"]["engram"].embed
-        with changed(embed, "__class__", type("Later", (type(embed),), {"__module__": "later"})):
+        with replaced(embed, "__class__", type("Later", (type(embed),), {"__module__": "later"})):
             found["plugin after us"] = error_text(models.take, early)
         early.config.engram_layer_ids = [1, 14, 20]
         found["a layer is missing"] = error_text(models.take, early)
-    tables.forget()
+    tables.RANKS.forget()
     with models.published(checkpoint("ple-bf16")):
         found["ple dtype"] = error_text(models.take, models.PleModel(fp8=True, served=True))
-        tables.forget()
+        tables.RANKS.forget()
         in_memory = models.PleModel(fp8=False, served=True, offload=False)
         found["ple on the gpu"] = error_text(models.take, in_memory)
         late = models.PleModel(fp8=False, served=False)
         found["ple too early"] = error_text(models.take, late)
-    tables.forget()
+    tables.RANKS.forget()
     with models.published(checkpoint("ple-bf16"), ple_offload_backend="file"):
         found["ple file"] = exit_text(lambda: models.PleModel(fp8=False, served=True))
-    tables.forget()
+    tables.RANKS.forget()
     return found
 
 
@@ -495,14 +475,14 @@ def dummy_weights() -> dict[str, Any]:
             model = construct()
             models.take(model)
         named = model.layers["1"]["engram"].embed._owned_rows(ids)
-    tables.forget()
+    tables.RANKS.forget()
     with models.published(checkpoint("v41"), load_format="dummy", tp=2):
         model = construct()
         models.take(model)
         half = model.layers["1"]["engram"].embed._owned_rows(ids)
         clients = rest_client.get(Path(FACTS["api"]), "/v1/clients")["clients"]
         (own,) = [client for client in clients if client["pid"] == os.getpid()]
-    tables.forget()
+    tables.RANKS.forget()
     return {
         "dummy, named": bool((models.bits(named) == models.bits(half)).all()),
         "one of two": own,
@@ -547,7 +527,7 @@ def on_gpu() -> dict[str, Any]:
         )
         found["demands"] = sum(one["demands"] for one in stats)
         found["hits"] = sum(one["hits"] for one in stats)
-    tables.forget()
+    tables.RANKS.forget()
     return found
 
 

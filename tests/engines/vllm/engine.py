@@ -5,24 +5,21 @@ Importing vLLM takes ten seconds, so a scenario does all that one process can.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from tests.engines.vllm import layouts, models
+from tests.patched import environ, replaced
 from tierd.errors import HookError
 from tierd.hook import attach
 from tierd.hook.vllm import guards, plugin, tables
 from tierd.types import TableKind
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 FACTS: dict[str, Any] = {}
 PLE = ("ple-bf16", "ple-fp8")
@@ -134,42 +131,21 @@ def exit_text(function: Any, *arguments: Any) -> str:
     return "nothing was refused"
 
 
-@contextlib.contextmanager
-def changed(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-@contextlib.contextmanager
-def environ(**values: str) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
 def refused() -> dict[str, Any]:
     """Runs without TIERD at first, so that the modules are the stock ones."""
     models.pretend_a_gpu()
     engine = models.engram_module()
     found = {"stock": "; ".join(guards.source_problems(engine, guards.ENGRAM))}
-    with changed(guards, "version", lambda: "0.34.0"):
+    with replaced(guards, "version", lambda: "0.34.0"):
         found["release"] = exit_text(plugin.activate)
         with environ(TIERD_ALLOW_UNCHECKED="1"):
             found["let in"] = "; ".join(guards.environment_problems(os.environ))
             found["let in, same source"] = "; ".join(guards.source_problems(engine, guards.ENGRAM))
     other = type("Other", (engine.ParallelEngramEmbedding,), {"__module__": "other.patch"})
-    with changed(engine, "ParallelEngramEmbedding", other):
+    with replaced(engine, "ParallelEngramEmbedding", other):
         found["other plugin"] = "; ".join(guards.source_problems(engine, guards.ENGRAM))
     sources = {guards.version(): dict.fromkeys(guards.ENGRAM, "0" * 12)}
-    with changed(guards, "SOURCES", sources):
+    with replaced(guards, "SOURCES", sources):
         found["source"] = "; ".join(guards.source_problems(engine, guards.ENGRAM))
     for listed in ("profiler,other", ""):
         with environ(VLLM_PLUGINS=listed):
@@ -228,7 +204,7 @@ def refused_checkpoints() -> dict[str, Any]:
     tables.forget()
     stored = attach.stored_rows
     here = models.loading(models.settings(checkpoint("v41")))
-    with here, changed(attach, "stored_rows", lambda *a: stored(*a) ^ 1):
+    with here, replaced(attach, "stored_rows", lambda *a: stored(*a) ^ 1):
         made = models.EngramTables(served=True)
         made.load(checkpoint("v41"))
         try:

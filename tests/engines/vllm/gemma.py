@@ -62,7 +62,7 @@ def main() -> None:
         from tierd.hook.vllm import tables
 
         found["lookups"] = [
-            table.stats()["lookups"] for rank in tables.ranks() for table in rank.tables
+            table.stats()["lookups"] for rank in tables.RANKS.all() for table in rank.tables
         ]
     Path(os.environ["TIERD_TEST_REPORT"]).write_text(json.dumps(found))
 

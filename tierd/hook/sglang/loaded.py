@@ -5,13 +5,13 @@ Only then are the tables attached, at the latest, and only then does a forward k
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
 import sys
 from typing import TYPE_CHECKING, Any
 
 from tierd.errors import HookError
+from tierd.hook.served import after_loading
 from tierd.hook.sglang import probe, tables
 from tierd.hook.sglang.hints import PrefillHints
 from tierd.hook.sglang.plugin import ENGRAM_MODULE, PLE_MODULE, or_exit
@@ -27,18 +27,13 @@ _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 def patch(module: ModuleType) -> None:
     """Patch ``sglang.srt.model_executor.model_runner``."""
-    runner = module.ModelRunner
-    stock = runner.load_model
 
-    @functools.wraps(stock)
-    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = stock(self, *args, **kwargs)
-        if not self.is_draft_worker:  # drafts have no such tables
+    def loaded(runner: Any) -> None:
+        if not runner.is_draft_worker:  # drafts have no such tables
             with or_exit():
-                take(self.model)
-        return result
+                take(runner.model)
 
-    runner.load_model = load_model
+    after_loading(module.ModelRunner, loaded)
 
 
 def take(model: nn.Module) -> None:
@@ -57,11 +52,7 @@ def take(model: nn.Module) -> None:
             f"TIERD=1, but {type(model).__name__} has no lookup table that tierd serves "
             "(DeepSeek-V4.1 and Qwen4Exp have); unset TIERD"
         )
-    for rank in tables.ranks():
-        rank.attach()
-    for module in served:
-        if not module.tierd.tested:
-            module.tierd_test()
+    tables.RANKS.serve(served)
     _let_hashers_kick(model)
     probe.install(model, served)
     names = ", ".join(f"layer {module.tierd.layer}" for module in served)
@@ -127,7 +118,7 @@ def _let_hashers_kick(model: nn.Module) -> None:
     # By the time they are read: the first layer has the shortest window.
     pairs = [(int(layer.layer_hash_index), layer.embed.tierd) for layer in layers]
     pairs.sort(key=lambda pair: pair[0])
-    pages = max((rank.hint_pages for rank in tables.ranks()), default=0)
+    pages = max((rank.hint_pages for rank in tables.RANKS.all()), default=0)
     hasher: Any
     for hasher in model.modules():
         if not isinstance(hasher, engine.EngramHasher):

@@ -59,7 +59,7 @@ def install(model: nn.Module, served: list[Any]) -> None:
     out, rank = probing.asked(), tables.who()
     if out is None or rank.rank != 0:
         return
-    found = tables.ranks()[0].found
+    found = tables.RANKS.all()[0].found
     first: ServedTable = min((module.tierd for module in served), key=_layer)
     probe = probing.make(
         out,

@@ -14,13 +14,15 @@ import torch
 
 from tierd.errors import HookError
 from tierd.hook import attach, hub, settings
-from tierd.hook.served import Rank, ServedTable
+from tierd.hook.served import Rank, Ranks
 from tierd.hook.sglang import guards
 from tierd.types import TableKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    from tierd.hook.served import ServedTable
 
 CACHE_ROWS = 1 << 20  # 285 MB of HBM at 264 B
 # Rows of one token, in the public models: a graph's shape must fit one request.
@@ -55,7 +57,7 @@ def published(name: str) -> Any:
         return None
 
 
-_ranks: dict[TableKind, Rank] = {}
+RANKS = Ranks()
 
 
 def register(table: ServedTable) -> Rank:
@@ -65,30 +67,11 @@ def register(table: ServedTable) -> Rank:
         HookError: a setting that cannot be served, or no image of this checkpoint.
         AttachError: no daemon within ``TIERD_WAIT_S``.
     """
-    if table.kind not in _ranks:
-        guards.require_settings(published, hip=torch.version.hip is not None)
-        _ranks[table.kind] = _find(table.kind)
-    rank = _ranks[table.kind]
-    if table.layer is not None:
-        rank.spec(table)
-    rank.tables.append(table)
-    return rank
-
-
-def ranks() -> tuple[Rank, ...]:
-    """The tables of this process, by kind."""
-    return tuple(_ranks.values())
-
-
-def forget() -> None:
-    """Detach everything: an engine that shuts down and starts again in one process."""
-    for rank in _ranks.values():
-        if rank.attached is not None:
-            rank.attached.client.close()
-    _ranks.clear()
+    return RANKS.take(table, lambda: _find(table.kind))
 
 
 def _find(kind: TableKind) -> Rank:
+    guards.require_settings(published, hip=torch.version.hip is not None)
     device = torch.empty(0).device.type
     if device not in {"cpu", "cuda"}:
         raise HookError(f"tables on {device} are not served; run SGLang without tierd")

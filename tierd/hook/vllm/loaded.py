@@ -5,11 +5,11 @@ Only then are the tables attached, and only then does a forward kick them.
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
 from tierd.errors import HookError
+from tierd.hook.served import after_loading
 from tierd.hook.vllm import guards, tables
 from tierd.hook.vllm.plugin import or_exit
 
@@ -21,17 +21,12 @@ if TYPE_CHECKING:
 
 def patch(module: ModuleType) -> None:
     """Patch one of vLLM's model runners."""
-    runner = getattr(module, guards.RUNNERS[module.__name__].partition(".")[0])
-    stock = runner.load_model
 
-    @functools.wraps(stock)
-    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = stock(self, *args, **kwargs)
+    def loaded(runner: Any) -> None:
         with or_exit():
-            take(self.model)
-        return result
+            take(runner.model)
 
-    runner.load_model = load_model
+    after_loading(getattr(module, guards.RUNNERS[module.__name__].partition(".")[0]), loaded)
 
 
 def take(model: nn.Module) -> None:
@@ -51,11 +46,7 @@ def take(model: nn.Module) -> None:
             f"TIERD=1, but {type(model).__name__} has no lookup table that tierd serves "
             "(DeepSeek-V4.1, Qwen4Exp, Gemma 3n and Gemma 4 have); unset TIERD"
         )
-    for rank in tables.ranks():
-        rank.attach()
-    for module in served:
-        if not module.tierd.tested:
-            module.tierd_test()
+    tables.RANKS.serve(served)
     _let_hashers_kick(model)
     names = ", ".join(f"layer {module.tierd.layer}" for module in served)
     print(f"tierd: tables of {names} are served", file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ import torch
 
 from tierd.errors import HookError
 from tierd.hook import attach, hub, settings
-from tierd.hook.served import Rank
+from tierd.hook.served import Rank, Ranks
 from tierd.hook.vllm import guards
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ CACHE_ROWS = 1 << 20  # 285 MB of HBM at 264 B
 _ROWS_MAX_LEAST = 2048
 _PER_LAYER_ROWS_MAX_LEAST = 512  # an image a layer, each with arenas of its own
 
-_ranks: dict[TableKind, Rank] = {}
+RANKS = Ranks()
 _columns: dict[TableKind, int] = {}
 
 
@@ -57,33 +57,20 @@ def register(table: ServedTable, columns: int) -> Rank:
         AttachError: no daemon within ``TIERD_WAIT_S``.
     """
     config = current_config()
-    kind = table.kind
-    if kind not in _ranks:
-        platform = "rocm" if torch.version.hip is not None else torch.empty(0).device.type
-        guards.require_settings(config, kind, platform)
-        _ranks[kind] = _find(config, kind)
-    rank = _ranks[kind]
-    rank.spec(table)
-    rank.tables.append(table)
-    _columns[kind] = max(columns, _columns.get(kind, 1))
+    rank = RANKS.take(table, lambda: _find(config, table.kind))
+    _columns[table.kind] = max(columns, _columns.get(table.kind, 1))
     return rank
-
-
-def ranks() -> tuple[Rank, ...]:
-    """The tables of this process, by kind."""
-    return tuple(_ranks.values())
 
 
 def forget() -> None:
     """Detach everything: an engine that shuts down and starts again in one process."""
-    for rank in _ranks.values():
-        if rank.attached is not None:
-            rank.attached.client.close()
-    _ranks.clear()
+    RANKS.forget()
     _columns.clear()
 
 
 def _find(config: Any, kind: TableKind) -> Rank:
+    platform = "rocm" if torch.version.hip is not None else torch.empty(0).device.type
+    guards.require_settings(config, kind, platform)
     device = torch.empty(0).device.type
     if device not in {"cpu", "cuda"}:
         raise HookError(f"tables on {device} are not served; run vLLM without tierd")
