@@ -17,6 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests import checkpoints
+from tests.node import Node as BareNode
 from tierd import config
 from tierd.api.server import RestApi
 from tierd.cli import cli
@@ -38,24 +39,10 @@ STOP_TIMEOUT_S = 20.0
 
 
 @dataclasses.dataclass
-class Node:
-    """A device with staged images, and where a daemon's files go."""
+class Node(BareNode):
+    """One whose device has staged images."""
 
-    directory: Path
-    device: Path
     checkpoints: dict[str, TinyCheckpoint]  # by model
-
-    @property
-    def engine_socket(self) -> Path:
-        return self.directory / "engine.sock"
-
-    @property
-    def api_socket(self) -> Path:
-        return self.directory / "api.sock"
-
-    @property
-    def log(self) -> Path:
-        return self.directory / "log"
 
 
 def make_node(directory: Path, models: dict[str, TinyCheckpoint], *, size: int = 16 << 20) -> Node:

@@ -6,7 +6,6 @@ Imports cost seconds in there, so this does without most of what other tests sha
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import shutil
 import socket
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tests.node import Node
 from tierd.api import rest_client
 from tierd.errors import TierdError
 from tierd.io import _core, wire
@@ -36,26 +36,6 @@ TOKEN = "t" * 32
 ROOT = Path(__file__).resolve().parents[3]
 START_S = 240.0  # emulated, and its host may be busy
 STOP_S = 120.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Node:
-    """A device, and where its daemon's files go."""
-
-    directory: Path
-    device: Path
-
-    @property
-    def engine_socket(self) -> Path:
-        return self.directory / "engine.sock"
-
-    @property
-    def api_socket(self) -> Path:
-        return self.directory / "api.sock"
-
-    @property
-    def log(self) -> Path:
-        return self.directory / "log"
 
 
 class Daemon:
