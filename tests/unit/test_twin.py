@@ -75,6 +75,8 @@ OPERATIONS = st.lists(
         st.tuples(st.just("kicked"), TABLES, st.just(0), st.just(0)),
         st.tuples(st.just("part"), TABLES, st.just(0), SEEDS),
         st.tuples(st.just("quota"), TABLES, st.integers(0, 32), st.just(0)),
+        st.tuples(st.just("wish"), TABLES, st.integers(0, 40), st.just(0)),  # the daemon's
+        st.tuples(st.just("wish"), TABLES, SEEDS, st.just(0)),
         st.tuples(st.just("resize"), st.just(0), st.integers(1, 4), st.just(0)),
     ),
     min_size=1,
@@ -102,6 +104,8 @@ class Run:
         engine = self.engine
         if operation == "quota":
             engine.tables[table].set_quota(size)
+        elif operation == "wish":
+            engine.wish(table, size)
         elif operation == "resize":
             engine.cache.resize(min(size, self.sets))
         elif operation == "kicked":
@@ -205,24 +209,23 @@ def test_a_quota_is_kept_and_can_move(rig: Rig) -> None:
 
 def test_the_daemons_wish_moves_a_quota_and_nonsense_does_not(rig: Rig) -> None:
     with Engine(rig, rig.images[:2], sets=1, quota=16) as engine:
-        at = int(_core.protocol.OFFSET_QUOTA)
-        wishes = [engine.channel.control(ring)[at : at + 4].view(np.uint32) for ring in (0, 1)]
 
         def quotas() -> list[int]:
             return [engine.tables[ring].stats()["quota"] - 1 for ring in (0, 1)]
 
         assert quotas() == [16, 16]
-        wishes[0][0], wishes[1][0] = 1 + 24, 1 + 8
+        engine.wish(0, 1 + 24)
+        engine.wish(1, 1 + 8)
         engine.check(1, np.arange(40))
         assert quotas() == [16, 8]  # each follows at its own kick
         engine.check(0, np.arange(40))
         assert quotas() == [24, 8]
         assert [engine.cache.held(t) for t in (0, 1)] == [24, 8]
         for nonsense in (34, 2**31, 2**32 - 1):
-            wishes[0][0] = nonsense
+            engine.wish(0, nonsense)
             engine.check(0, np.arange(40))
             assert quotas() == [24, 8]
-        wishes[0][0] = 1
+        engine.wish(0, 1)
         engine.check(0, np.arange(3))
         assert quotas() == [0, 8]
 

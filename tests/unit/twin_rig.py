@@ -232,6 +232,11 @@ class Engine:
         """A 32-bit word of a ring's control, by its offset."""
         return int(self.channel.control(ring)[offset : offset + 4].view(np.uint32)[0])
 
+    def wish(self, ring: int, word: int) -> None:
+        """Write what a daemon wants of a ring's client: 1 + its table's ways, or nonsense."""
+        at = int(_core.protocol.OFFSET_QUOTA)
+        self.channel.control(ring)[at : at + 4].view(np.uint32)[0] = word
+
     def gather(self, table: int, ids: NDArray[Any]) -> NDArray[Any]:
         image = self.images[table]
         dtype = np.uint8 if image.row_format == "raw" else np.uint16
