@@ -3,7 +3,7 @@
     python -m bench.controller               all parts; --quick is a smoke run that writes nothing
     python -m bench.controller curves        this part only
 
-Parts: curves (sampled against exact, on sessions of bench/traces.py), splits (four scenarios and
+Parts: curves (sampled against exact, on sessions of bench/traces.py), splits (five scenarios and
 what leads climbers astray, in simulated time), decide. What needs a GPU is bench/gpu_controller.py.
 """  # fmt: skip
 

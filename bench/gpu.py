@@ -1,8 +1,8 @@
-"""`make bench-gpu`: the GPU path's measures on one H200, as records in bench/results/gpu.json.
+"""`make bench-gpu`: the GPU path's measures on one H200, as JSON lines for bench/gpu_records.py.
 
 python -m bench.gpu                  all stages, each in a process of its own
 python -m bench.gpu hits rows        these only
-python -m bench.gpu --out FILE ...   raw results as JSON lines, no records
+python -m bench.gpu --out FILE ...   into a file too
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from tierd.gpu.kernels_sync import now_ns
 from tierd.gpu.table import TableImage
 from tierd.types import RowFormat
 
-TRACE = Path(os.environ.get("TIERD_TRACE", "trace.npz"))
+TRACE = Path(os.environ.get("TIERD_SESSIONS", "trace.npz"))
 PAGES = 1 << 20  # 15.7 million rows a layer
 SETS = 32768  # the paper's 1M rows of cache
 SETTLE = 10  # steps played and not counted

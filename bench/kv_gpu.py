@@ -1,4 +1,4 @@
-"""`make bench-kv-gpu`: OasisKV's measures on one H200, as JSON lines for bench/kv_records.py.
+"""`python -m bench.kv_gpu`: OasisKV's measures on one H200, as JSON lines for bench/kv_records.py.
 
 python -m bench.kv_gpu --out FILE              all stages, each in a process of its own
 python -m bench.kv_gpu --out FILE decode scan  these only
@@ -20,6 +20,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+ROOT = Path(__file__).resolve().parents[1]
 HOST_GIB = 100.0
 CAPS = (0.01, 0.02, 0.05, 0.1, 0.2, 1.0)
 SMALL_ROWS = 8
@@ -310,9 +311,10 @@ def model(seconds: str = "60", medium: str = "125") -> dict[str, Any]:
     from bench.kv_agreement import agreement
     from bench.kv_model import WEIGHTS, Model, source_text
 
-    into = {"small": WEIGHTS, "medium": Path("/tmp/kv_medium.safetensors")}
+    into = {"small": WEIGHTS, "medium": ROOT / "build" / "kv_medium.safetensors"}
     for size, limit in (("small", seconds), ("medium", medium)):
         if float(limit):
+            into[size].parent.mkdir(exist_ok=True)
             words = [size, "--seconds", limit, "--text-mb", "60", "--out", str(into[size])]
             subprocess.run(
                 [sys.executable, "-m", "bench.kv_train", *words], check=True, stdout=sys.stderr

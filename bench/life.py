@@ -1,4 +1,4 @@
-"""`make bench-life`: the measures of issue "Neither process takes the other down".
+"""`make bench-life`: what daemon and engines cost each other when one of them dies.
 
     python -m bench.life                    all of it, into bench/results/life.json (40 minutes)
     python -m bench.life --only attach      one part: soak, alarms, recovery, cost, attach
@@ -43,6 +43,7 @@ STEP_ROWS = 200
 BLOCK_STEPS = 300
 BLOCKS = 40
 ROWS = 20_000
+COMMANDS = {"gpu": "python -m bench.gpu_life"}  # where a part is measured elsewhere
 
 Found = dict[str, Any]
 
@@ -304,8 +305,9 @@ def main() -> int:
     for part in asked.only or [name for name in PARTS if name != "gpu"]:
         records = []
         for one in PARTS[part](asked):
+            command = COMMANDS.get(part, f"python -m bench.life --only {part}")
             made = record(
-                one.pop("id"), one.pop("value"), command=f"python -m bench.life --only {part}",
+                one.pop("id"), one.pop("value"), command=command,
                 limit=asked.limit, packages=("numpy",), machine_name=asked.machine, **one,
             )  # fmt: skip
             records.append(made)

@@ -153,7 +153,7 @@ def start(quick: bool, directory: Path) -> list[dict[str, Any]]:
     import_s = statistics.median(imports)
     limit = (
         f"an interpreter that does nothing but make the daemon's imports (aiohttp, pydantic, "
-        f"numpy, our own) takes {import_s:.2f} s of it on this machine, in turns with the daemon"
+        f"numpy, our own) takes {import_s:.2f} s by itself here, in turns with the daemon"
     )
     return [
         _found(

@@ -1,4 +1,4 @@
-"""`make bench-remote`: the measures of issue "Tables in another node's memory".
+"""`make bench-remote`: the measures of tables in another node's memory.
 
     python -m bench.remote                       all of it, into bench/results/remote.json
     python -m bench.remote --only flaps soak     parts: soak, flaps, cycles, instructions, nixl

@@ -151,7 +151,7 @@ def test_the_models_best_split_is_a_local_optimum() -> None:
 
 
 def test_missing_rows_share_few_pages() -> None:
-    """DESIGN: 740 random rows in 6.4 million pages share a page 0.04 times a step."""
+    """740 random rows in 6.4 million pages share a page 0.04 times a step."""
     assert 740 - distinct_pages(np.array(740.0), 6.4e6) == pytest.approx(0.043, abs=0.002)
     assert distinct_pages(np.array(1e9), 1000.0) == pytest.approx(1000)
 

@@ -172,7 +172,7 @@ async def post_freeze(call: Call) -> Controller | schemas.DryRun:
 
 @routes.add("POST", "/v1/controller/thaw", Controller, query=ChangeQuery)
 async def post_thaw(call: Call) -> Controller | schemas.DryRun:
-    """Let the climber move again."""
+    """Let splits move again."""
     steering = call.daemon.steering
     if call.query.dry_run:
         return schemas.DryRun(changes=["splits may move again"] if steering.frozen else [])

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 WATCH_S = 0.2
 
-routes = Routes("jobs", "Long work: staging, verification, deletion, probes.")
+routes = Routes("jobs", "Long work: staging, verification, deletion, probes of devices.")
 
 Path = Annotated[str, Field(pattern=r"^/[^\x00]*$", max_length=4096)]
 Name = Annotated[str, Field(min_length=1, max_length=400, pattern=r"^[ -~]+$")]

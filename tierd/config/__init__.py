@@ -306,7 +306,7 @@ class LossySection(Section):
         default_factory=list,
         max_length=64,
         description="Files of `tierd trace seen`. Rows of their tables that no trace saw are not "
-        "read: engines on CPUs get zeroes for them. `tierd status` says so first.",
+        "read: engines get zeroes for them. `tierd status` says so first.",
     )
 
 
