@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Page
 
 daemons.START_TIMEOUT_S = 120.0  # a browser starts beside it
+# A shell's background job ignores Ctrl-C, which what it starts would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 CHROMIUM = "/usr/bin/chromium"
 AXE = Path(__file__).with_name("axe.min.js")
 ENGINE = "pages 1"
