@@ -128,6 +128,7 @@ class RowJudge:
         *,
         owned: tuple[int, int],
         canonical_zero: bool,
+        scale_zero: bool = False,
     ) -> None:
         """Bind an oracle.
 
@@ -137,11 +138,12 @@ class RowJudge:
                 checkpoint's rows.
             owned: rows of this rank, (first, end); others are +0.
             canonical_zero: whether -0 was served as +0.
+            scale_zero: whether an e8m0 scale of 0 was served as 0, rather than as 2^-127.
         """
         self.info = info
         self._read = read
         self._owned = owned
-        self._canonical = canonical_zero
+        self._canonical, self._scale_zero = canonical_zero, scale_zero
         self.compared = 0
 
     def differing(self, ids: NDArray[np.int64], values: NDArray[Any]) -> str | None:
@@ -159,9 +161,12 @@ class RowJudge:
             stored = self._read(ids[mine])
         except RowError as error:
             return str(error)
-        want[mine] = _core.decode_rows(
+        decoded = _core.decode_rows(
             stored, spec.dim, spec.row_format.value, canonical_zero=self._canonical
         )
+        if self._scale_zero and spec.row_format == RowFormat.E4M3_E8M0:
+            decoded = times_zero(decoded, stored[:, spec.dim :] == 0, canonical=self._canonical)
+        want[mine] = decoded
         self.compared += len(ids)
         wrong = np.flatnonzero((want != values.view(want.dtype)).any(axis=1))
         if not len(wrong):
@@ -171,6 +176,25 @@ class RowJudge:
             f"{self.info.name}: the audit found {len(wrong)} of {len(ids)} rows that differ from "
             f"the image, row {row} among them; run: tierd verify"
         )
+
+
+def times_zero(
+    values: NDArray[np.uint16], zero: NDArray[np.bool_], *, canonical: bool
+) -> NDArray[np.uint16]:
+    """Multiply blocks of values by 0, as who takes an e8m0 scale of 0 for 0 does.
+
+    Args:
+        values: bf16 bits [n, dim].
+        zero: [n, dim / 32], which blocks.
+        canonical: whether -0 is +0.
+
+    Returns:
+        bf16 bits [n, dim]: in such blocks zeroes of the values' signs, and NaN where NaN was.
+    """
+    wide = np.repeat(zero, values.shape[1] // zero.shape[1], axis=1)
+    is_nan = (values & 0x7FFF) > 0x7F80
+    zeroes = values & np.uint16(0 if canonical else 0x8000)
+    return np.where(wide & ~is_nan, zeroes, values)
 
 
 class HostAudit:

@@ -408,8 +408,9 @@ def _make_audit(
     fds = dict(zip(link.devices, link.device_fds, strict=True))
     rows: ImageRows = audit.image_rows(image, entry, fds)
     judge: RowJudge = audit.RowJudge(
-        image, rows.read, owned=options.rows_of(image), canonical_zero=options.canonical_zero
-    )
+        image, rows.read, owned=options.rows_of(image),
+        canonical_zero=options.canonical_zero, scale_zero=options.scale_zero,
+    )  # fmt: skip
     if device is None:
         return audit.HostAudit(judge, options.audit_every, rows.close)
     from tierd.gpu.device_audit import DeviceAudit  # noqa: PLC0415 - as above
