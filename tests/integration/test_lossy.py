@@ -12,7 +12,10 @@ import torch
 from tests.daemons import Node, engram_node, refused_start, running, tierd
 from tierd.api import rest_client
 from tierd.gpu.client import Client, list_images
+from tierd.hook import attach as hook_attach
+from tierd.hook.settings import HookSettings
 from tierd.io.tracefile import TracedTable, TraceWriter
+from tierd.types import TableKind
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,6 +86,22 @@ def test_seen_rows_are_exact_and_the_others_zero(node: Node, tmp_path: Path) -> 
         shown = tierd("status", "--api-socket", node.api_socket).stdout
         assert shown.startswith(f"LOSSY: v41/{TABLE}: rows that no trace saw (50.0%")
         assert any("LOSSY" in event["event"] for event in daemon.events())
+
+
+def test_a_model_that_is_loaded_tries_rows_that_are_read(node: Node, tmp_path: Path) -> None:
+    """Its self-test compares rows with the checkpoint's: not those that are left out."""
+    directory = node.checkpoints["v41"].path
+    settings = HookSettings(str(node.engine_socket), None, 64, 10.0)
+    # Of rows that the self-test draws some are read, then none.
+    for seen in (np.arange(0, ROWS, 2), np.array([1])):
+        config = tmp_path / "tierd.toml"
+        config.write_text(f'[lossy]\nseen_sets = ["{seen_set(node, tmp_path, seen)}"]\n')
+        with running(node, "--config", config):
+            attached = hook_attach.attach_checkpoint(
+                directory, sorted(directory.glob("*.safetensors")), TableKind.ENGRAM, settings,
+                hook_attach.EngineRank("test"),
+            )  # fmt: skip
+            attached.client.close()
 
 
 def test_seen_sets_that_do_not_fit_stop_the_start(node: Node, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tierd.gpu.dram import DramTable
 from tierd.gpu.shared import ChannelMap, resolve_device
 from tierd.gpu.table import GpuTable, image_of
 from tierd.io import _core
+from tierd.io.seen import is_wanted
 from tierd.types import RowFormat
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class DeviceTable:
         self.info = info
         self._served: GpuTable | DramTable | None = served
         self._audit = audit
+        self._seen: NDArray[np.uint8] | None = None
 
     @property
     def raw(self) -> bool:
@@ -77,9 +79,14 @@ class DeviceTable:
         if isinstance(served, DramTable):
             return
         served.skip_unseen(bits)
+        self._seen = bits
         if self._audit is not None:
             self._audit.close()
             self._audit = None
+
+    def is_read(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Tell which rows [n] are served as they are stored: those that are not left out."""
+        return np.ones(len(rows), np.bool_) if self._seen is None else is_wanted(self._seen, rows)
 
     def set_quota(self, ways: int) -> None:
         """Change how many ways of each set this table may hold; nothing is flushed."""

@@ -348,8 +348,8 @@ class GpuTable:
         if layout.count > self.rows_max and self._cuda and _capturing():
             raise HookError(
                 f"{self.image.name}: a captured step of {layout.count} rows does not fit a "
-                f"request of {self.rows_max}; raise channel.rows_max to {layout.count} or more "
-                "and start the engine again"
+                f"request of {self.rows_max}; start the engine with TIERD_ROWS_MAX="
+                f"{layout.count} or more (the daemon's channel.rows_max is the most)"
             )
         if not self._cuda:
             self.raise_fault()

@@ -50,6 +50,9 @@ class Table(Protocol):
     def skip_unseen(self, bits: NDArray[np.uint8]) -> None:
         """Leave out, from now on, rows that a seen-set does not have: they are zero, not read."""
 
+    def is_read(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Tell which rows [n] are served as they are stored: those that are not left out."""
+
     def set_quota(self, ways: int) -> None:
         """Change how many ways of each set this table may hold; nothing is flushed."""
 

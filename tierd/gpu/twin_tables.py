@@ -95,6 +95,12 @@ class TableClient:
         """
         self._seen = bits
 
+    def is_read(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Tell which rows [n] are served as they are stored: those that are not left out."""
+        if self._seen is None:
+            return np.ones(len(rows), np.bool_)
+        return seen.is_wanted(self._seen, rows)
+
     @staticmethod
     def _wanted(bits: NDArray[np.uint8], ids: Any) -> NDArray[np.int64]:
         rows = np.asarray(ids, np.int64).reshape(-1)

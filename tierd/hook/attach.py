@@ -364,6 +364,9 @@ def _self_test(
         HookError: a row differs.
     """
     ids = _sample(spec)
+    ids = ids[table.is_read(ids)]
+    if not len(ids):
+        return  # the operator leaves all of them out
     expected = np.concatenate(
         [io_tables.RowReader(checkpoint, spec).read(int(row), 1) for row in ids]
     )
