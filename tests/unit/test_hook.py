@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -110,6 +111,22 @@ def test_hints_audit_and_switches(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_engines_that_are_not_served(engine: str) -> None:
     with pytest.raises(HookError, match=f"engine '{engine}' is not one that tierd serves"):
         hook.activate(engine)
+
+
+def test_an_engine_of_many_processes_is_switched_on_by_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = []
+    for name in ("TIERD", "TIERD_SOCKET", "TIERD_CACHE_ROWS", "TIERD_MODEL"):
+        monkeypatch.setenv(name, "")
+    plugin = importlib.import_module("tierd.hook.vllm.plugin")
+    monkeypatch.setattr(plugin, "activate", lambda: calls.append(os.environ["TIERD"]))
+    hook.activate("vllm", socket="/run/other.sock", cache_rows=7)
+    assert calls == ["1"]  # a process that vLLM starts finds it there, and what was given
+    settings.override()
+    assert settings.current().socket == "/run/other.sock"
+    assert settings.current().cache_rows == 7
+    assert settings.current().model is None
 
 
 def test_a_process_that_was_not_served_says_why(

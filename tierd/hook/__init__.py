@@ -13,6 +13,7 @@ for it even when none is switched on.
 from __future__ import annotations
 
 import importlib
+import os
 
 ENGINES = ("sglang", "transformers", "vllm")
 
@@ -26,7 +27,9 @@ def activate(
 ) -> None:
     """Serve an engine's tables from tierd for models that are loaded from here on.
 
-    May be called again; what is given then replaces what was given before.
+    May be called again; what is given then replaces what was given before. SGLang and vLLM start
+    processes of their own, which must serve too: for these two, ``TIERD=1`` and what is given are
+    set in this process's environment.
 
     Args:
         engine: ``"sglang"``, ``"transformers"`` or ``"vllm"``.
@@ -47,6 +50,9 @@ def activate(
         raise HookError(f"engine {engine!r} is not one that tierd serves; there is: {known}")
     settings.override(socket=socket, model=model, cache_rows=cache_rows)
     if engine in {"sglang", "vllm"}:
+        given = {"SOCKET": socket, "MODEL": model, "CACHE_ROWS": cache_rows}
+        names = {f"TIERD_{name}": str(value) for name, value in given.items() if value is not None}
+        os.environ.update({"TIERD": "1", **names})
         importlib.import_module(f"tierd.hook.{engine}.plugin").activate()
     else:
         autostart.install()

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from tierd.errors import HookError
@@ -19,7 +20,6 @@ from tierd.hook import attach, autostart
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from tierd.hook import settings
@@ -150,6 +150,11 @@ class ServedTable:
         wanted = wanted[(wanted >= self.first) & (wanted < self.end)][:limit]
         return self._attached.client.hint(self._table.info.name, wanted)
 
+    def read_of(self, rows: list[int]) -> list[int]:
+        """Return those of some rows that are served as stored, not left out (lossy skipping)."""
+        is_read = self._table.is_read(np.array(rows, np.int64))
+        return [row for row, read in zip(rows, is_read.tolist(), strict=True) if read]
+
     def stats(self) -> dict[str, int]:
         """Return the counters of the table's ring."""
         return dict(self._table.stats())
@@ -229,6 +234,20 @@ class Rank:
             f"{have}); run: tierd images"
         )
 
+    def refuse_reload(self) -> None:
+        """Refuse weights that come once the tables are attached.
+
+        The engine would take another checkpoint's weights, and go on with this one's rows.
+
+        Raises:
+            HookError: the tables are attached.
+        """
+        if self.attached is not None:
+            raise HookError(
+                f"{self.engine} loads weights over tables that are served, whose rows would stay "
+                "those of the first checkpoint; start the engine anew, or unset TIERD"
+            )
+
     def _pairs(self) -> list[tuple[TableSpec, Any]]:
         return list(zip(self.found.specs, self.found.images, strict=True))
 
@@ -247,7 +266,9 @@ class Rank:
         if self.found.directory is None:
             return  # a model without files: there is nothing to compare with
         spec = self.spec(table)
-        chosen = sample(table)
+        chosen = table.read_of(sample(table))
+        if not chosen:
+            return  # the operator leaves all of them out
         ids = torch.tensor(chosen, device=table.device)
         served = torch.empty((len(chosen), table.dim), dtype=torch.bfloat16, device=table.device)
         table.kick(ids)
@@ -280,12 +301,18 @@ class Ranks:
             find: finds the images of its kind; called for the first of a kind.
 
         Raises:
-            HookError: no image of this checkpoint, or none for the table's layer.
+            HookError: no image of this checkpoint, or none for the table's layer; or this process
+                serves a model already.
             AttachError: no daemon within ``TIERD_WAIT_S``.
         """
         if table.kind not in self._by_kind:
             self._by_kind[table.kind] = find()
         rank = self._by_kind[table.kind]
+        if rank.attached is not None:
+            raise HookError(
+                f"this process has served a model's tables already, and {rank.engine} constructs "
+                "another one; give each engine a process of its own"
+            )
         if table.layer is not None:
             rank.spec(table)
         rank.tables.append(table)

@@ -152,6 +152,8 @@ def refused() -> dict[str, Any]:
             found[f"plugins {listed}"] = exit_text(plugin.activate)
     with environ(VLLM_PLUGINS="other,tierd"):
         found["plugins with us"] = "; ".join(guards.environment_problems(os.environ))
+    with environ(TIERD="yes"):
+        found["switch"] = exit_text(models.load_plugins)
     os.environ["TIERD"] = "1"
     models.load_plugins()
     import vllm.envs
@@ -175,6 +177,9 @@ def refused_settings() -> dict[str, Any]:
         "load_config__load_format": "dummy",
         "load_config__safetensors_load_strategy": "eager",
         "parallel_config__pipeline_parallel_size": 2,
+        "parallel_config__prefill_context_parallel_size": 2,
+        "parallel_config__enable_elastic_ep": True,
+        "weight_transfer_config": object(),
         "additional_config": {"decode_backend": "latency_specialized"},
         "engram_config__cpu_offload": False,
         "model_config__enable_sleep_mode": True,
@@ -187,6 +192,9 @@ def refused_settings() -> dict[str, Any]:
         config = models.settings(checkpoint("v41"), **{name: value})
         found[name] = exit_text(construct, config)
         tables.forget()
+    across = {"parallel_config__data_parallel_size": 2, "engram_config__embedding_across_dp": True}
+    found["across"] = exit_text(construct, models.settings(checkpoint("v41"), **across))
+    tables.forget()
     found["load_format"] = exit_text(
         construct, models.settings(checkpoint("v41"), load_config__load_format="runai_streamer")
     )
@@ -211,6 +219,9 @@ def refused_checkpoints() -> dict[str, Any]:
             take(made)
         except HookError as error:
             found["self-test"] = str(error)
+        # Its tables are attached: neither other weights nor another model may come now.
+        found["reload"] = exit_text(made.load, checkpoint("v41"))
+        found["second model"] = exit_text(models.EngramTables)
     tables.forget()
     try:
         take(torch.nn.Linear(2, 2))

@@ -108,15 +108,19 @@ def settings(checkpoint: Path | str, **changes: Any) -> SimpleNamespace:
         ),
         "parallel_config": none(
             pipeline_parallel_size=1, tensor_parallel_size=1, data_parallel_size=1,
-            data_parallel_rank=0, nnodes=1,
+            data_parallel_rank=0, data_parallel_size_local=1, nnodes=1,
+            prefill_context_parallel_size=1, enable_elastic_ep=False,
         ),
         "compilation_config": none(cudagraph_capture_sizes=[], cudagraph_mode=None),
         "scheduler_config": none(max_num_seqs=8, max_num_batched_tokens=512),
-        "engram_config": none(cpu_offload=True, dp_shared_memory=None, use_thp=False),
+        "engram_config": none(
+            cpu_offload=True, dp_shared_memory=None, use_thp=False, embedding_across_dp=False
+        ),
         "offload_config": none(
             uva=none(cpu_offload_gb=0), prefetch=none(offload_group_size=0)
         ),
         "additional_config": {}, "speculative_config": None, "lora_config": None,
+        "weight_transfer_config": None,
         "use_v2_model_runner": True,
     }  # fmt: skip
     for name, value in changes.items():

@@ -22,10 +22,13 @@ def activate() -> None:
     """Serve the tables of the model that this process will load, if ``TIERD=1``. Idempotent.
 
     Raises:
-        SystemExit: this vLLM, or a setting, that tierd does not serve.
+        SystemExit: this vLLM, or a setting, that tierd does not serve; or ``TIERD`` is no switch.
     """
-    if os.environ.get("TIERD") != "1":
+    switch = os.environ.get("TIERD", "")
+    if switch in {"", "0"}:
         return
+    if switch != "1":
+        raise SystemExit(f"tierd: TIERD={switch!r} is neither 1 nor 0; set TIERD=1, or unset it")
     from tierd.hook.vllm import plugin  # noqa: PLC0415 - nothing is imported unless asked for
 
     plugin.activate()

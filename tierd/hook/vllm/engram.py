@@ -97,7 +97,6 @@ class Heads:
                     block_size,
                     cpu_offload=places.get("cpu_offload", False),
                 )
-            self._tierd_drop_weights(dim)
             self.tierd = ServedTable(
                 TableKind.ENGRAM,
                 _layer.get(),
@@ -109,6 +108,7 @@ class Heads:
             self._tierd_kicked = False
             self._tierd_rank = tables.register(self.tierd, self.part_n_hash_cols)
             _check_format(self._tierd_rank.spec(self.tierd))
+            self._tierd_drop_weights(dim)
 
     def _allocate_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         blocks = self.dim // self.block_size
@@ -125,7 +125,7 @@ class Heads:
         ):
             empty = torch.empty(0, width, dtype=dtype)
             parameter: Any = nn.Parameter(empty, requires_grad=False)
-            parameter.weight_loader = _load_nothing
+            parameter.weight_loader = tables.load_nothing(self._tierd_rank)
             setattr(self, name, parameter)
 
     def _tierd_columns(self, ids: torch.Tensor) -> torch.Tensor:
@@ -160,10 +160,6 @@ class Heads:
         self._tierd_rank.test(self.tierd, functools.partial(decode, self.tierd_stock, self.dim))
 
 
-def _load_nothing(_: torch.Tensor, __: torch.Tensor) -> None:
-    """Leave the checkpoint's table unread."""
-
-
 @contextlib.contextmanager
 def _every_replica_alike(module: Any, shared: bool) -> Iterator[None]:
     """Shard over tensor parallel ranks alone, as the stock class does with memory that is shared.
@@ -174,8 +170,9 @@ def _every_replica_alike(module: Any, shared: bool) -> Iterator[None]:
     stock = module.get_engram_dp_size
     if stock() > 1 and not shared:
         raise HookError(
-            "Engram tables sharded over data parallel ranks are not served; leave "
-            "embedding_across_dp out of --engram-config, or unset TIERD"
+            "Engram tables that data parallel replicas do not share were not tried: vLLM shares "
+            "them unless embedding_across_dp or use_thp is set or dp_shared_memory is false in "
+            "--engram-config, or /dev/shm has no room for the tables; mend that, or unset TIERD"
         )
     module.get_engram_dp_size = lambda: 1
     try:

@@ -183,11 +183,19 @@ def settings_problems(config: Any, kind: TableKind, platform: str) -> Iterator[s
     """Yield the settings that do not go together with a table that is not there."""
     if platform == "rocm":
         yield "ROCm is not served yet: tierd's kernels are for CUDA; run vLLM without tierd"
-    if (stages := config.parallel_config.pipeline_parallel_size) > 1:
-        yield (
-            f"--pipeline-parallel-size {stages} was not tried with served tables; start vLLM "
-            "without it, or unset TIERD"
-        )
+    parallel = config.parallel_config
+    for flag, value, plain in (
+        ("--pipeline-parallel-size", parallel.pipeline_parallel_size, 1),
+        ("--prefill-context-parallel-size", parallel.prefill_context_parallel_size, 1),
+        ("--enable-elastic-ep", parallel.enable_elastic_ep, False),
+        # Weights that come later would be another checkpoint's, the rows would stay this one's.
+        ("--weight-transfer-config", config.weight_transfer_config, None),
+    ):
+        if value != plain:
+            said = flag if value is True or plain is None else f"{flag} {value}"
+            yield (
+                f"{said} was not tried with served tables; start vLLM without it, or unset TIERD"
+            )
     yield from _loading_problems(config.load_config)
     backend = (config.additional_config or {}).get("decode_backend")
     if backend == "latency_specialized":
@@ -207,11 +215,19 @@ def settings_problems(config: Any, kind: TableKind, platform: str) -> Iterator[s
             "cpu_offload is false in --engram-config, which keeps the table in GPU memory; tierd "
             "takes the place of the table in host memory: leave it out, or unset TIERD"
         )
+    if engram is not None and engram.embedding_across_dp and parallel.data_parallel_size > 1:
+        yield (
+            "embedding_across_dp in --engram-config lets a rank look up the rows of all replicas, "
+            "which was not tried; leave it out, or unset TIERD"
+        )
     for what, used in (
         ("--enable-sleep-mode frees GPU memory that captured lookups use", _sleeps(config)),
         ("--speculative-config was not tried with served tables", config.speculative_config),
         ("--enable-lora was not tried with served tables", config.lora_config),
-        ("--cpu-offload-gb was not tried with served tables", _offloads(config)),
+        (
+            "an offload (--cpu-offload-gb, --offload-group-size) was not tried with served tables",
+            _offloads(config),
+        ),
     ):
         if used:
             yield f"{what}; start vLLM without it, or unset TIERD"

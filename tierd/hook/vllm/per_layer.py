@@ -106,7 +106,6 @@ class Columns:
         layers = int(tables.current_config().model_config.hf_text_config.num_hidden_layers)
         empty = torch.empty(0, self.embedding_dim, dtype=self.weight.dtype, device=device)
         self.weight = nn.Parameter(empty, requires_grad=False)
-        self.weight.weight_loader = _load_nothing
         self.quant_method = type("TierdEmbeddingMethod", (Lookup, unquantized), {})()
         self.tierd_tables = tuple(
             ServedTable(
@@ -121,6 +120,7 @@ class Columns:
         )
         ranks = [tables.register(table, 1) for table in self.tierd_tables]
         self._tierd_rank = ranks[0]
+        self.weight.weight_loader = tables.load_nothing(ranks[0])
         self.tierd = self.tierd_tables[0]
         self.tierd_handle = len(_served)
         _served.append(self.tierd_tables)
@@ -130,10 +130,6 @@ class Columns:
         """Hold sampled rows of every layer's columns against the checkpoint's bytes."""
         for table in self.tierd_tables:
             self._tierd_rank.test(table, lambda raw: raw.contiguous().view(torch.bfloat16))
-
-
-def _load_nothing(_: torch.Tensor, __: torch.Tensor) -> None:
-    """Leave the checkpoint's table unread."""
 
 
 @functools.cache

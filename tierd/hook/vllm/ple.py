@@ -86,6 +86,8 @@ class HostRows:
         checkpoint_start: int | None = None,
     ) -> None:
         """Leave the table's shards unread; its scale is loaded as ever."""
+        with or_exit():
+            self._tierd_rank.refuse_reload()
         if param is not self.weight:
             super().weight_loader(  # type: ignore[misc]
                 param, loaded_weight, checkpoint_start
@@ -137,8 +139,8 @@ def _check_format(spec: Any, dtype: torch.dtype) -> None:
     if _STORED.get(spec.row_format) != dtype:
         raise HookError(
             f"{spec.name} is stored as {spec.row_format.value}, but the model would hold it as "
-            f"{dtype}: vLLM would convert it; set the config's ple_embedding_dtype to the "
-            "checkpoint's, or unset TIERD"
+            f"{dtype}: vLLM would convert it; let the config's ple_embedding_dtype say what the "
+            "checkpoint has (absent for bf16), or unset TIERD"
         )
 
 

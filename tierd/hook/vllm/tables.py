@@ -15,8 +15,11 @@ from tierd.errors import HookError
 from tierd.hook import attach, hub, settings
 from tierd.hook.served import Rank, Ranks
 from tierd.hook.vllm import guards
+from tierd.hook.vllm.plugin import or_exit
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tierd.hook.served import ServedTable
     from tierd.types import TableKind
 
@@ -62,6 +65,16 @@ def register(table: ServedTable, columns: int) -> Rank:
     return rank
 
 
+def load_nothing(rank: Rank) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Return a loader for a parameter of no rows: it leaves the checkpoint's table unread."""
+
+    def load(_: torch.Tensor, __: torch.Tensor) -> None:
+        with or_exit():
+            rank.refuse_reload()
+
+    return load
+
+
 def forget() -> None:
     """Detach everything: an engine that shuts down and starts again in one process."""
     RANKS.forget()
@@ -101,7 +114,11 @@ def _who(config: Any) -> attach.EngineRank:
     replicas = int(parallel.data_parallel_size or 1)
     rank = int(parallel.data_parallel_rank or 0) * tensor + int(get_tensor_model_parallel_rank())
     world = tensor * replicas
-    here = max(1, world // int(parallel.nnodes or 1))
+    local = int(parallel.data_parallel_size_local or 0)
+    if int(parallel.nnodes or 1) == 1 and 1 < local < replicas:
+        here = tensor * local  # nodes that each start their replicas, with nnodes left at 1
+    else:
+        here = max(1, world // int(parallel.nnodes or 1))
     expected = settings.count("TIERD_EXPECTED_RANKS", here, what="ranks")
     return attach.EngineRank(f"vllm {guards.version()}", rank, world, expected, applies_scale=True)
 
