@@ -18,7 +18,7 @@ from tierd.gpu.tables import TableOptions
 from tierd.hook import attach, autostart
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -337,6 +337,38 @@ class Ranks:
         for module in modules:
             if not module.tierd.tested:
                 module.tierd_test()
+
+    def keep_weights(self, model: Any, or_exit: Callable[[], Any]) -> None:
+        """Let a loaded model be given no more weights of the tables that are served.
+
+        Engines take weights while they run (``update_weights_from_disk`` and its like); the others
+        pass. A table's would be dropped, and the first checkpoint's rows be served on.
+
+        Args:
+            model: its ``load_weights`` takes pairs of names and tensors.
+            or_exit: a context that ends the process on a HookError.
+        """
+        stock = getattr(model, "load_weights", None)
+        if stock is None:
+            return
+        owner = {
+            name: rank for rank in self.all() for spec in rank.found.specs for name in spec.tensors
+        }
+
+        def passed(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+            for name, tensor in weights:
+                # Engines and trainers put their own prefixes before a checkpoint's names.
+                for table, rank in owner.items():
+                    if name == table or name.endswith("." + table):
+                        with or_exit():
+                            rank.refuse_reload()
+                yield name, tensor
+
+        @functools.wraps(stock)
+        def load_weights(weights: Iterable[tuple[str, Any]], *args: Any, **options: Any) -> Any:
+            return stock(passed(weights), *args, **options)
+
+        model.load_weights = load_weights
 
     def forget(self) -> None:
         """Detach everything: an engine that shuts down and starts again in one process."""

@@ -452,6 +452,10 @@ def refused_models() -> dict[str, Any]:
             found["plugin after us"] = error_text(models.take, early)
         early.config.engram_layer_ids = [1, 14, 20]
         found["a layer is missing"] = error_text(models.take, early)
+        early.config.engram_layer_ids = [1, 14]
+        models.take(early)
+        found["second model"] = exit_text(construct)
+        found |= later_weights(early)
     tables.RANKS.forget()
     with models.published(checkpoint("ple-bf16")):
         found["ple dtype"] = error_text(models.take, models.PleModel(fp8=True, served=True))
@@ -465,6 +469,16 @@ def refused_models() -> dict[str, Any]:
         found["ple file"] = exit_text(lambda: models.PleModel(fp8=False, served=True))
     tables.RANKS.forget()
     return found
+
+
+def later_weights(model: Any) -> dict[str, Any]:
+    """What a model that is served makes of weights that come while it runs."""
+    others = [("model.layers.1.engram.wkv.weight", 0), ("layers.11.engram.embed.weight", 1)]
+    table = ("model.layers.1.engram.embed.weight", 2)
+    return {
+        "weights of others": model.load_weights(iter(others)) == others,
+        "weights of a table": exit_text(lambda: model.load_weights([*others, table])),
+    }
 
 
 def dummy_weights() -> dict[str, Any]:

@@ -144,6 +144,10 @@ class EngramModel(nn.Module):
         for i, layer in self.layers.items():
             layer["engram"].embed.finish_load(label=f"layer {i}")
 
+    def load_weights(self, weights: Any) -> list[Any]:
+        """Take what comes while the engine runs."""
+        return list(weights)
+
     def forward(self, input_ids: torch.Tensor, batch: Any) -> list[torch.Tensor]:
         """Return what each Engram layer makes of a fixed residual: bf16 [T, hc, dim]."""
         ids = self.engram_hasher(input_ids, batch)

@@ -157,6 +157,8 @@ REFUSED = {
     "self-test": r"^tierd: row \d+ of layers\.1\.engram\.embed\.weight is served otherwise",
     "before loading": "rows of layer 1 are read before the model's tables were attached",
     "a layer is missing": "the model has 2 Engram tables, its config names 3",
+    "second model": "^tierd: this process has served a model's tables already",
+    "weights of a table": "^tierd: SGLang loads weights over tables that are served",
     "ple dtype": r"layers\.1\.ple is stored as bf16, but the model would hold it as torch\.float8",
     "ple on the gpu": "--no-ple-offload-embedding has it",
     "ple too early": r"Qwen4ExpPinnedHostEmbedding, not tierd's: constructed before the hook was",
@@ -177,6 +179,7 @@ def test_what_is_not_refused(scenarios: Scenarios) -> None:
     found = scenarios["refused"]
     for case in ("stock", "let in", "let in, same source", "plugins with us"):
         assert found[case] == "nothing was refused"
+    assert found["weights of others"] is True
     megakernel = found["enable_nvidia_megakernel"]
     assert "replaces the step" in megakernel or "no such setting" in megakernel
 

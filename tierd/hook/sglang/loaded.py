@@ -53,6 +53,7 @@ def take(model: nn.Module) -> None:
             "(DeepSeek-V4.1 and Qwen4Exp have); unset TIERD"
         )
     tables.RANKS.serve(served)
+    tables.RANKS.keep_weights(model, or_exit)
     _let_hashers_kick(model)
     probe.install(model, served)
     names = ", ".join(f"layer {module.tierd.layer}" for module in served)
