@@ -227,8 +227,10 @@ class Pump : public Driver {
     std::size_t issue_retries(std::uint64_t now_ns);
     std::uint32_t issue_request(ServerRing& ring, ServerRequest& request, std::uint32_t count,
                                 std::uint64_t now_ns, Read* out);
+    std::uint32_t ready_from(const ServedTable& table, std::uint32_t attempt) const;
     std::uint32_t attempt_from(const ServedTable& table, std::uint32_t attempt) const;
     std::uint32_t attempt_after(const ReadSlot& slot, std::int32_t result) const;
+    bool released(std::uint32_t token) const;
     std::uint8_t* target(const ReadSlot& slot) const;
     Read prepare(std::uint32_t token, std::uint64_t now_ns);
     bool reap(std::uint64_t now_ns);

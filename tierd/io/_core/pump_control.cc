@@ -138,7 +138,8 @@ void Pump::open_reader(const ReaderFactory& factory) {
     reader_ = factory ? factory(options) : make_reader(options);
     if (options_.remote) {
         const std::uint64_t hold_ns = std::uint64_t{options_.remote_hold_ms} * 1'000'000;
-        auto remote = std::make_unique<RemoteReader>(options, std::move(reader_), hold_ns);
+        auto remote = std::make_unique<RemoteReader>(
+            options, std::move(reader_), hold_ns, [this](std::uint32_t token) { return released(token); });
         remote_ = remote.get();
         reader_ = std::move(remote);
     }

@@ -19,8 +19,11 @@ constexpr std::uint64_t kHeldNapNs = 2'000'000;
 }  // namespace
 
 RemoteReader::RemoteReader(const ReaderOptions& options, std::unique_ptr<Reader> local,
-                           std::uint64_t hold_ns)
-    : local_(std::move(local)), hold_ns_(hold_ns), buffers_(kBuffersMax) {
+                           std::uint64_t hold_ns, std::function<bool(std::uint32_t)> released)
+    : local_(std::move(local)),
+      hold_ns_(hold_ns),
+      released_(std::move(released)),
+      buffers_(kBuffersMax) {
     local_batch_.reserve(options.queue_depth);
     remote_batch_.reserve(options.queue_depth);
     finished_.reserve(options.queue_depth);
@@ -143,7 +146,7 @@ bool RemoteReader::post(const Read* reads, std::size_t count, std::uint64_t now_
 // a while, since the peer may be back soon.
 void RemoteReader::refuse(const Read& read, std::uint64_t now_ns) {
     if (hold_ns_ == 0) {
-        finished_.push_back({read.token, -ENOTCONN});
+        finished_.push_back({read.token, kHeldInVain});
         return;
     }
     held_.push_back({read, (now_ns != 0 ? now_ns : monotonic_ns()) + hold_ns_});
@@ -151,15 +154,15 @@ void RemoteReader::refuse(const Read& read, std::uint64_t now_ns) {
 
 void RemoteReader::retry_held(std::uint64_t now_ns) {
     for (std::size_t i = 0; i < held_.size();) {
-        const bool over = now_ns >= held_[i].until_ns;
-        if (!ready(held_[i].read.device) && !over) {
+        const Read read = held_[i].read;
+        if (!ready(read.device) && now_ns < held_[i].until_ns &&
+            !(released_ && released_(read.token))) {
             ++i;
             continue;
         }
-        const Read read = held_[i].read;
         held_[i] = held_.back();
         held_.pop_back();
-        if (!post(&read, 1, now_ns)) finished_.push_back({read.token, -ENOTCONN});
+        if (!post(&read, 1, now_ns)) finished_.push_back({read.token, kHeldInVain});
     }
 }
 

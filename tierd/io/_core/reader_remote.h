@@ -3,7 +3,9 @@
 #pragma once
 
 #include <array>
+#include <cerrno>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -13,10 +15,15 @@
 
 namespace tierd {
 
+// The result of a read whose peer was away for as long as the read was held.
+inline constexpr std::int32_t kHeldInVain = -ETIMEDOUT;
+
 class RemoteReader final : public Reader {
   public:
     // `hold_ns`: how long a read that has nowhere else to go waits for its peer to come back.
-    RemoteReader(const ReaderOptions& options, std::unique_ptr<Reader> local, std::uint64_t hold_ns);
+    // `released`: whether a held read need not wait any more; it ends as if its time were over.
+    RemoteReader(const ReaderOptions& options, std::unique_ptr<Reader> local, std::uint64_t hold_ns,
+                 std::function<bool(std::uint32_t token)> released = {});
 
     const char* name() const override { return local_->name(); }
     std::string reason() const override { return local_->reason(); }
@@ -70,6 +77,7 @@ class RemoteReader final : public Reader {
 
     const std::unique_ptr<Reader> local_;
     const std::uint64_t hold_ns_;
+    const std::function<bool(std::uint32_t token)> released_;
     std::array<RemoteDevice, kDevicesMax> devices_{};
     std::vector<std::shared_ptr<RemoteLink>> links_;
     std::vector<Buffer> buffers_;
