@@ -261,9 +261,7 @@ def test_when_no_peer_comes_back_reads_wait_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("back", [0, 1])
-def test_reads_that_wait_are_read_from_whichever_peer_comes_back(
-    tmp_path: Path, back: int
-) -> None:
+def test_reads_that_wait_are_read_from_whichever_peer_comes_back(tmp_path: Path, back: int) -> None:
     peers = Peers(tmp_path, remote_hold_ms=60_000)
     sequence = peers.client.publish(PAGES)
     peers.answer(peers.link(back), 30)
@@ -284,6 +282,20 @@ def test_so_are_those_that_were_in_flight_when_the_last_peer_went(
     assert not link.up
     peers.answer(peers.link(back), 30)
     peers.client.finish(sequence, PAGES)
+    peers.pump.stop()
+
+
+@pytest.mark.parametrize("crc_sample", [0, 16])
+def test_the_checksum_of_every_page_of_a_peer_is_looked_at(tmp_path: Path, crc_sample: int) -> None:
+    peers = Peers(tmp_path, disk=True, crc_sample=crc_sample)
+    flipped = peers.image.data.copy()
+    flipped[7, 100] ^= 0x10
+    link = peers.link(0)
+    sequence = peers.client.publish(PAGES)
+    peers.answer(link, 31, flipped)  # page 7 twice
+    peers.client.finish(sequence, PAGES)
+    stats = peers.pump.stats()
+    assert (stats["retries"], stats["next_tier"], stats["crc_checked"]) == (1, 1, 32)
     peers.pump.stop()
 
 

@@ -363,10 +363,10 @@ Status Pump::judge(const ReadSlot& slot, std::int32_t result) {
     if (result != static_cast<std::int32_t>(kPageBytes)) return Status::short_read;
     if (!options_.checks) return Status::ok;
     // A page that failed once, or that came from another node's memory, is never let through on the
-    // strength of its trailer alone.
+    // strength of its trailer alone, whatever is sampled of the others.
     bool check_crc = false;
     const bool always = slot.attempt != 0 || (remote_ != nullptr && remote_->is_remote(slot.device));
-    if (options_.crc_sample != 0 && (always || ++crc_turn_ >= options_.crc_sample)) {
+    if (always || (options_.crc_sample != 0 && ++crc_turn_ >= options_.crc_sample)) {
         check_crc = true;
         crc_turn_ = 0;
         ++counts_.crc_checked;

@@ -47,7 +47,7 @@ struct PumpOptions {
     std::uint32_t read_threads = 16;
     std::uint32_t spin_us = 50;
     std::uint32_t park_us = 50;
-    std::uint32_t crc_sample = 16;  // one page in so many; 0 never, 1 always
+    std::uint32_t crc_sample = 16;  // one page in so many, 0 none; retries and peers' pages always
     bool checks = true;
     int cpu = -1;  // pins the thread; -1 leaves it to the scheduler
     std::uint64_t seed = 0;  // of a simulated pump
