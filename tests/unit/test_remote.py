@@ -231,7 +231,7 @@ class Peers:
 
     def link(self, peer: int) -> Any:
         """Link a peer that answers when :meth:`answer` says so."""
-        link = _core.QueueLink(128, 60_000_000_000)
+        link = _core.QueueLink(128, 10_000_000_000)
         link.open()
         places = [(0, self.image.pages, 0, 0)]
         assert self.pump.link_remote(link, {self.devices[peer]: places})
@@ -241,7 +241,7 @@ class Peers:
         """Play the peer until it has been asked for `count` pages."""
         data = self.image.data if data is None else data
         while count:
-            select.select([link.event_fd], [], [], 20)
+            select.select([link.event_fd], [], [], 5)
             slots, pages = link.take(128)
             assert len(slots), "the peer is not asked"
             link.memory.reshape(-1, 4096)[slots] = data[pages]
@@ -262,7 +262,7 @@ def test_when_no_peer_comes_back_reads_wait_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("back", [0, 1])
 def test_reads_that_wait_are_read_from_whichever_peer_comes_back(tmp_path: Path, back: int) -> None:
-    peers = Peers(tmp_path, remote_hold_ms=60_000)
+    peers = Peers(tmp_path, remote_hold_ms=20_000)
     sequence = peers.client.publish(PAGES)
     peers.answer(peers.link(back), 30)
     peers.client.finish(sequence, PAGES)
@@ -273,10 +273,10 @@ def test_reads_that_wait_are_read_from_whichever_peer_comes_back(tmp_path: Path,
 def test_so_are_those_that_were_in_flight_when_the_last_peer_went(
     tmp_path: Path, back: int
 ) -> None:
-    peers = Peers(tmp_path, remote_hold_ms=60_000)
+    peers = Peers(tmp_path, remote_hold_ms=20_000)
     link = peers.link(0)
     sequence = peers.client.publish(PAGES)
-    select.select([link.event_fd], [], [], 20)
+    select.select([link.event_fd], [], [], 5)
     assert len(link.take(128)[0])
     peers.pump.drop_link(link, "the test says so")
     assert not link.up

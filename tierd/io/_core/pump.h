@@ -206,6 +206,8 @@ class Pump : public Driver {
     void forget_channel(std::uint32_t channel);
     void close_devices();
     void collect(PumpStats& out);
+    // On the pump's thread; the caller lets go of them on its own.
+    std::vector<std::shared_ptr<RemoteLink>> take_ended_links();
 
     // --- data path (pump.cc), the pump's thread only ---------------------------------------------
     void run() noexcept;

@@ -240,6 +240,7 @@ bool Pump::stop(std::uint64_t timeout_ns) {
     exit_.store(true, std::memory_order_release);
     ring_eventfd(wake_fd_);
     if (thread_.joinable()) thread_.join();
+    const auto ended = take_ended_links();
     const std::lock_guard lock(command_mutex_);
     running_ = false;
     // A command that came too late for the thread (only stats can) is run here.
@@ -572,8 +573,10 @@ void Pump::link_hints(ServerRing& ring, bool link) {
 
 std::optional<PumpStats> Pump::stats(std::uint64_t timeout_ns) {
     PumpStats out;
+    std::vector<std::shared_ptr<RemoteLink>> ended;
     const Step step = [&] {
         collect(out);
+        ended = take_ended_links();
         return Progress::finished;
     };
     if (!call(step, timeout_ns)) return std::nullopt;

@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "reader.h"
@@ -51,6 +52,9 @@ class RemoteReader final : public Reader {
     // Registers the memory that is read into, one chunk a call; true once all of it is.
     bool join(const std::shared_ptr<RemoteLink>& link, std::int32_t& next_buffer);
     void attach(std::uint32_t device, RemoteLink& link, std::vector<RemotePlace> places);
+    // Links that are done with, to be let go of on another thread: the last holder of one made in
+    // Python waits for Python's lock, and taking a link apart takes a while in any case.
+    std::vector<std::shared_ptr<RemoteLink>> take_ended() { return std::exchange(ended_, {}); }
 
   private:
     struct RemoteDevice {
@@ -64,6 +68,10 @@ class RemoteReader final : public Reader {
         std::uint8_t* base = nullptr;
         std::uint64_t bytes = 0;
     };
+    struct Leaving {
+        std::shared_ptr<RemoteLink> link;
+        std::size_t next_buffer = 0;
+    };
     struct Held {
         Read read;
         std::uint64_t until_ns;
@@ -73,6 +81,7 @@ class RemoteReader final : public Reader {
     void refuse(const Read& read, std::uint64_t now_ns);
     void retry_held(std::uint64_t now_ns);
     void poll_links(std::uint64_t now_ns);
+    void clear_leaving();
     std::uint32_t remote_in_flight() const;
 
     const std::unique_ptr<Reader> local_;
@@ -80,6 +89,11 @@ class RemoteReader final : public Reader {
     const std::function<bool(std::uint32_t token)> released_;
     std::array<RemoteDevice, kDevicesMax> devices_{};
     std::vector<std::shared_ptr<RemoteLink>> links_;
+    // Those that hold buffers too, and so are told of each that is released: what stays registered
+    // would be taken for the next memory that is mapped at the same address.
+    std::shared_ptr<RemoteLink> joining_;
+    std::vector<Leaving> leaving_;
+    std::vector<std::shared_ptr<RemoteLink>> ended_;
     std::vector<Buffer> buffers_;
     std::size_t buffers_end_ = 0;  // none at or behind it was ever used
     std::vector<Read> local_batch_;
