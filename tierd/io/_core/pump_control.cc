@@ -268,11 +268,6 @@ void Pump::leave() {
         for (const auto& ring : channel->rings) store_release(ring->control().leaving.value, 1);
 }
 
-void Pump::alarm() {
-    alarm_.store(true, std::memory_order_release);
-    ring_eventfd(wake_fd_);
-}
-
 bool Pump::call(const Step& step, std::uint64_t timeout_ns) {
     if (is_copy()) throw std::runtime_error("the pump runs in the process that this one was forked from");
     std::unique_lock lock(command_mutex_);
