@@ -220,7 +220,7 @@ class Reading:
         )
 
     def close(self) -> None:
-        self.peer.stop()
+        self.peer.stop(PATIENCE_S)
         self.plane.close()
 
 

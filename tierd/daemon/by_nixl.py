@@ -24,7 +24,7 @@ import structlog
 
 from tierd.errors import RdmaMemoryError, RdmaMissingError, RdmaPeerError
 from tierd.io import _core
-from tierd.io.device import PAGE_BYTES
+from tierd.io.device import PAGE_BYTES, aligned_buffer
 
 if TYPE_CHECKING:
     from tierd.config.remote import RemoteSection
@@ -170,6 +170,17 @@ class NixlReader:
         """
         self._movers[0].prepare(self._rows)
         return self._movers[0].probe([address // PAGE_BYTES for address, _ in pages], out)
+
+    def try_ways(self, page: tuple[int, int]) -> None:
+        """Read an (address, key) page over each link.
+
+        Raises:
+            RdmaPeerError: it does not come.
+        """
+        out = aligned_buffer(PAGE_BYTES)
+        for mover in self._movers:
+            mover.prepare(self._rows)
+            mover.probe([page[0] // PAGE_BYTES], out)
 
     def start(self) -> None:
         """Move pages from now on."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierd.errors import RdmaMemoryError, RdmaPeerError
 from tierd.io import _core, verbs
+from tierd.io.device import PAGE_BYTES, aligned_buffer
 
 if TYPE_CHECKING:
     from tierd.config.remote import ExportsSection, RemoteSection
@@ -149,6 +150,20 @@ class VerbsReader:
         """
         try:
             return float(self.links[0].probe(pages, out)) / 1e3
+        except _core.VerbsError as error:
+            raise RdmaPeerError(str(error)) from None
+
+    def try_ways(self, page: tuple[int, int]) -> None:
+        """Read an (address, key) page through each queue pair: each may have a way of its own.
+
+        Raises:
+            RdmaPeerError: it does not come.
+        """
+        out = aligned_buffer(PAGE_BYTES)
+        try:
+            for link in self.links:
+                for _ in link.names:  # a link takes its queue pairs in turn
+                    link.probe([page], out)
         except _core.VerbsError as error:
             raise RdmaPeerError(str(error)) from None
 

@@ -51,6 +51,7 @@ log = structlog.get_logger("tierd.daemon")
 
 WATCH_S = 1.0
 TELL_S = 5.0
+LEAVE_S = 3.0  # for good-byes to peers
 WATCHDOG_LOOKS = 3  # in the time that systemd grants
 BEATS = 8  # of the event loop in the time that the watchdog grants it
 
@@ -291,7 +292,10 @@ class Daemon:
 
     def _leave_peers(self) -> None:
         for peer in self.peers:
-            peer.stop()
+            peer.leave()
+        ends = time.monotonic() + LEAVE_S
+        for peer in self.peers:
+            peer.stop(ends - time.monotonic())
 
     def _start_watchdog(self) -> Any:
         daemon = self.settings.daemon
