@@ -74,6 +74,7 @@ class Exporter:
 
     kind = "nixl"
     linger_s = 0.0
+    gone = False
 
     def __init__(self) -> None:
         self.regions: list[Region] = []
@@ -89,6 +90,9 @@ class Exporter:
     def accept(self, asked: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         assert asked["links"] == []
         return [], {"agent": "played"}
+
+    def is_gone(self) -> bool:
+        return self.gone
 
     def close(self) -> None:
         self.closed = True

@@ -93,12 +93,16 @@ class NixlRegion:
         """Withdraw it."""
         with contextlib.suppress(*errors()):  # it is withdrawn all the same: peers forget it
             self._agent.deregister_memory(self._registered)
+        self._agent = None  # it ends with its last user
 
 
 class NixlExporter:
     """The passive side: NIXL's own thread answers."""
 
     kind = "nixl"
+    # UCX over TCP copies from whatever address a peer names, registered or not: memory that is
+    # given up while one still reads would end the process. Peers hear of it within a second.
+    linger_s = 10.0
 
     def __init__(self) -> None:
         self._agent = make_agent()
@@ -116,6 +120,10 @@ class NixlExporter:
         del asked
         metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
         return [], {"agent": metadata}
+
+    def is_gone(self) -> bool:
+        """Never: no device is opened."""
+        return False
 
     def close(self) -> None:
         """End the agent."""
