@@ -26,6 +26,7 @@ import structlog
 
 from tierd.daemon.by_verbs import VerbsReader
 from tierd.daemon.exports import VERSION
+from tierd.daemon.remote_tiers import strange
 from tierd.errors import (
     ConfigError,
     PeerSilentError,
@@ -40,7 +41,6 @@ from tierd.types import ImageInfo
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
-    from pathlib import Path
 
     from tierd.config import PumpSection
     from tierd.config.remote import RemoteSection
@@ -159,7 +159,7 @@ class Peer:
     Attributes:
         name: its address, as configured.
         up: it is connected.
-        reason: why it is not; "".
+        reason: why it is not, or what is amiss although it is; "".
         connects: how often it was connected.
     """
 
@@ -254,10 +254,13 @@ class Peer:
         answer = self._ask("POST", "/v1/exports/sessions", asked)
         self._session, self._revision = str(answer["session"]), int(answer["revision"])
         reader.connect(answer)
-        offered = [
-            (ImageInfo.from_json(one["image"]), reader.places(exports.places_from(one["places"])))
-            for one in answer["images"]
-        ]
+        offered = []
+        for one in answer["images"]:
+            info = ImageInfo.from_json(one["image"])
+            if why := strange(info):
+                log.warning("an image of a peer is not taken", peer=self.name, reason=why)
+                continue
+            offered.append((info, reader.places(exports.places_from(one["places"]))))
         self._use(reader, offered)
         self.up, self.reason, self._since = True, "", time.monotonic()
         self.connects += 1
@@ -270,23 +273,27 @@ class Peer:
         tiers = self._plane.remote_tiers(self.name, [info for info, _ in offered])
         usable: list[tuple[RemoteTier, list[Place]]] = []
         for info, places in offered:
-            tier = tiers.get(info.image_id)
-            if tier is None:
+            same = tiers.get(info.image_id, [])
+            if not same:
                 continue
-            tier.reason = self._probe(reader, info, places, tier)
-            tier.transport = reader.kind
-            if reader.way is not None:
-                tier.mtu, tier.gid = reader.way.mtu, str(reader.way.mine or "")
-            if not tier.reason:
-                usable.append((tier, places))
+            why, took_us, pages = self._probe(reader, info, places)
+            for tier in same:
+                tier.reason, tier.transport = why, reader.kind
+                tier.probe_us, tier.probe_pages = took_us, pages
+                if reader.way is not None:
+                    tier.mtu, tier.gid = reader.way.mtu, str(reader.way.mine or "")
+                if not why:
+                    usable.append((tier, places))
         if usable:
             reader.try_ways(usable[0][1][0][2:])
         reader.start()
         if not self._plane.link_peer(reader.links, usable):
             raise RdmaPeerError(f"peer {self.name}: {self._failure() or 'a link failed at once'}")
 
-    def _probe(self, reader: Reader, info: ImageInfo, places: list[Place], tier: RemoteTier) -> str:
-        """Read some pages and check them; return what is wrong, or ""."""
+    def _probe(
+        self, reader: Reader, info: ImageInfo, places: list[Place]
+    ) -> tuple[str, float, int]:
+        """Read some pages and check them; return what is wrong or "", microseconds, pages."""
         count = max(1, min(PROBE_PAGES, self._depth // 2, info.pages))
         pages = sorted(random.sample(range(info.pages), count))
         out = aligned_buffer(count * PAGE_BYTES)
@@ -299,9 +306,8 @@ class Peer:
             identity = (page, info.image_id, info.generation)
             if _core.check_pages(one, table.row_bytes, table.rows, *identity, True, True, fault):
                 word = _core.PageFault(int(fault[0])).name
-                return f"page {page} of {info.name} at the peer is wrong ({word})"
-        tier.probe_us, tier.probe_pages = took, count
-        return ""
+                return f"page {page} of {info.name} at the peer is wrong ({word})", took, count
+        return "", took, count
 
     # --- connected -------------------------------------------------------------------------------
 
@@ -311,6 +317,7 @@ class Peer:
         while not self._stop.wait(LOOK_S):
             if failure := self._failure():
                 raise RdmaPeerError(f"peer {self.name}: {failure}")
+            self._look_for_trouble()
             if time.monotonic() - asked < RENEW_S:
                 continue
             asked = time.monotonic()
@@ -326,6 +333,15 @@ class Peer:
             # What was staged or deleted here meanwhile may match what is offered there.
             if self._plane.remote_wanted(self.name):
                 raise RdmaPeerError("this node has other images now")
+
+    def _look_for_trouble(self) -> None:
+        """Tell of memory that a link may not read into; what is not refused is read on."""
+        links = self._reader.links if self._reader is not None else []
+        trouble = next((link.trouble for link in links if link.trouble), "")
+        if trouble != self.reason:
+            log.warning("reads from a peer are refused in part", peer=self.name, reason=trouble)
+            self._plane.note_trouble(self.name, trouble)
+            self.reason = trouble
 
     def _ask(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
         self._silent = True
@@ -397,21 +413,3 @@ def _address(places: list[Place], page: int) -> tuple[int, int]:
         if first <= page < first + pages:
             return address + (page - first) * PAGE_BYTES, key
     raise ValueError(f"the peer does not say where page {page} is")
-
-
-def read_token(path: Path, key: str) -> str:
-    """Return the token in a file.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    try:
-        token = path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{key}: {path} cannot be read: {error}; it holds the token that the peer's "
-            "exports.token_file has"
-        ) from None
-    if not token:
-        raise ConfigError(f"{key}: {path} is empty; it holds the peer's token")
-    return token
