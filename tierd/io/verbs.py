@@ -30,7 +30,7 @@ CLASS = Path("/sys/class/infiniband")
 KINDS = ("RoCE v2", "IB/RoCE v1")  # as the kernel names them, best first
 SCOPES = ("ipv4", "ipv6", "link-local")  # best first
 READ_DEPTH_MAX = 128
-GIDS_MAX = 256  # that a peer is told; a queue pair takes no index above 255 either
+GIDS_MAX = 256  # of a port's table; a queue pair takes no index above 255
 IWARP = "RNIC"  # in sysfs' node_type
 
 
@@ -249,7 +249,7 @@ def _port(device: dict[str, Any], port: dict[str, Any], gid_index: int) -> Port:
     gids: list[Gid] = []
     if port["link_layer"] == "Ethernet":
         table = read_gids(name, number)
-        gids = rank(gid for gid in table if gid.index < GIDS_MAX)
+        gids = rank(table)
         if gid_index >= 0:
             gids = [gid for gid in table if gid.index == gid_index]
         if not gids:
@@ -265,7 +265,7 @@ def _port(device: dict[str, Any], port: dict[str, Any], gid_index: int) -> Port:
 
 
 def read_gids(device: str, port: int, *, sys_: Path = CLASS) -> list[Gid]:
-    """Return the used entries of a port's GID table, by index.
+    """Return the used entries of a port's GID table that a queue pair can name, by index.
 
     Raises:
         RdmaPortError: there is no such table: the device has just gone, or /sys is hidden.
@@ -281,6 +281,8 @@ def read_gids(device: str, port: int, *, sys_: Path = CLASS) -> list[Gid]:
         ) from None
     # A table may have a thousand entries; those in use are a few.
     for name in names:
+        if int(name) >= GIDS_MAX:
+            continue
         value = bytes.fromhex(_text(folder / "gids" / name).replace(":", ""))
         if not any(value):
             continue
