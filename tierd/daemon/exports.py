@@ -179,7 +179,8 @@ class Exports(Keeper):
             log.warning("a peer has not renewed its session", peer=session.peer)
             session.close()
         for export in stale:
-            log.info("withdrawn", image=export.image.info.name)
+            if export.state == "ready":
+                log.info("withdrawn", image=export.image.info.name)
             export.withdraw()
         for export in over:
             export.close()
