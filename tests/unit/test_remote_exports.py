@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import mmap
 import threading
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,10 +18,11 @@ from tests.unit import remote_rig as rig
 from tierd.api.access import Access
 from tierd.config import load
 from tierd.daemon import exports as exporting_side
+from tierd.daemon.by_verbs import VerbsExporter
 from tierd.daemon.tokens import read_token
-from tierd.errors import ConfigError, RdmaMemoryError
+from tierd.errors import ConfigError, RdmaMemoryError, RdmaMissingError, RdmaPeerError
+from tierd.io import _core, linux, verbs
 from tierd.io import exports as memories
-from tierd.io import linux
 from tierd.io.device import Device
 
 if TYPE_CHECKING:
@@ -237,6 +240,68 @@ def test_free_huge_pages_are_not_taken_for_normal_ones(monkeypatch: pytest.Monke
 
 def no_huge_pages(_: int) -> Any:
     raise OSError(12, "Cannot allocate memory")
+
+
+# --- the device -----------------------------------------------------------------------------------
+
+
+class Card:
+    """What the core says of a card: which contexts still work, and what it refuses."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.full = self.unreachable = False
+        self.context: object | None = object()
+        self.made: list[Any] = []
+        monkeypatch.setattr(_core, "VerbsResponder", self._make)
+        monkeypatch.setattr(verbs, "open_context", lambda _: self.context)
+        monkeypatch.setattr(verbs, "find_port", self._find)
+        self.port = verbs.Port("mlx5_0", 1, "InfiniBand", 4096, 3, 16, ())
+
+    def _find(self, *_: Any) -> verbs.Port:
+        if self.context is None:
+            raise RdmaMissingError("there is no RDMA device mlx5_0")
+        return self.port
+
+    def _make(self, context: object, _: int) -> Any:
+        if self.full or context is not self.context:
+            raise _core.VerbsError("making a queue pair refused (EIO)")
+        self.made.append(SimpleNamespace(names=[(9, 9)], connect=self._connect, open=True))
+        self.made[-1].close = lambda one=self.made[-1]: setattr(one, "open", False)
+        return self.made[-1]
+
+    def _connect(self, **_: Any) -> None:
+        if self.unreachable:
+            raise _core.VerbsError("finding the way to the peer (RTR) refused (ETIMEDOUT)")
+
+
+@pytest.mark.skipif(not _core.VERBS, reason="built without RDMA")
+def test_a_card_that_is_gone_is_told_from_a_full_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch)
+    exporter = VerbsExporter.open(load(environ={}).settings.exports)
+    theirs = dataclasses.replace(card.port, lid=77, device="mlx5_7")
+    asked = {**ASKED, "port": theirs.to_json(), "links": [[[1, 1]], [[2, 2]]]}
+
+    def refused(kind: type[Exception], text: str) -> None:
+        with pytest.raises(kind, match=text):
+            exporter.accept(asked)
+        assert not any(one.open for one in card.made)
+
+    card.port = dataclasses.replace(card.port, lid=5)  # it got another address
+    assert exporter.accept(asked)[1]["port"]["lid"] == 5
+    for one in card.made:
+        one.close()
+    card.unreachable = True
+    refused(RdmaPeerError, r"\(RTR\).*here mlx5_0 port 1.*there mlx5_7 port 1")
+    assert not exporter.is_gone()
+    card.unreachable, card.full = False, True
+    refused(RdmaMemoryError, "no queue pairs for the peer")
+    assert not exporter.is_gone()
+    card.full, card.context = False, None  # taken away
+    refused(RdmaMissingError, "there is no RDMA device")
+    assert exporter.is_gone()
+    card.context = object()  # and back, as another one
+    refused(RdmaMemoryError, "no queue pairs for the peer")
+    assert exporter.is_gone()
 
 
 # --- who may ask ----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -271,6 +272,22 @@ async def test_every_way_to_a_peer_is_tried_before_it_is_used(
             assert not reading.linked()
         await rest.until(reading.linked)
         await asyncio.to_thread(reading.close)
+
+
+def test_memory_that_a_link_may_not_read_into_is_told_and_the_rest_read_on(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = {"session": "a", "revision": 1, "agent": "played", "images": []}
+    with rig.played(rig.says(201, json.dumps(answer).encode())) as peer:
+        reading = rig.Reading(monkeypatch, here, peer.url)
+        until(lambda: reading.peer.up)
+        (reader,) = reading.readers
+        real = reader.links
+        reader.links = [SimpleNamespace(up=True, failure="", trouble="RLIMIT_MEMLOCK is 64 KiB")]
+        until(lambda: reading.peer.reason == "RLIMIT_MEMLOCK is 64 KiB")
+        assert reading.peer.up
+        reader.links = real
+        reading.close()
 
 
 def until(condition: Any) -> None:

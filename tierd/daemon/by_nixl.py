@@ -314,6 +314,9 @@ class Mover:
             while not self._stop.is_set() and (self._link.up or self._under_way):
                 if not self.turn():
                     wanted.poll(IDLE_MS)
-        except Exception as error:  # the pump finds that nothing comes, and ends the link
-            log.exception("NIXL failed", error=str(error))
+        # Either way the pump finds that nothing comes, and ends the link.
+        except errors() as error:
+            log.warning("NIXL failed", error=str(error))
+        except Exception:
+            log.exception("NIXL failed")
         self._stop.set()

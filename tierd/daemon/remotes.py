@@ -285,7 +285,7 @@ class Peer:
                 if not why:
                     usable.append((tier, places))
         if usable:
-            reader.try_ways(usable[0][1][0][2:])
+            reader.try_ways(_address(usable[0][1], 0))
         reader.start()
         if not self._plane.link_peer(reader.links, usable):
             raise RdmaPeerError(f"peer {self.name}: {self._failure() or 'a link failed at once'}")
