@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from tests.daemons import engram_node
 from tests.unit import remote_rig as rig
 from tierd.api.access import Access
 from tierd.config import load
@@ -26,6 +25,7 @@ from tierd.io import exports as memories
 from tierd.io.device import Device
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 FIRST = "v41/layers.1.engram"
@@ -33,8 +33,8 @@ ASKED = {"version": 1, "transport": "nixl", "port": None, "links": [], "agent": 
 
 
 @pytest.fixture(scope="module")
-def staged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return engram_node(tmp_path_factory.mktemp("exports"), rows=300).device
+def staged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield from rig.staged_device(tmp_path_factory.mktemp("exports"))
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.daemons import engram_node
 from tests.unit import remote_rig as rig
 from tierd.daemon import remotes
 from tierd.errors import PeerSilentError, RdmaPeerError, RdmaPortError
@@ -18,12 +17,13 @@ from tierd.io import verbs
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Iterator
     from pathlib import Path
 
 
 @pytest.fixture(scope="module")
-def staged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return engram_node(tmp_path_factory.mktemp("peers"), rows=300).device
+def staged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield from rig.staged_device(tmp_path_factory.mktemp("peers"))
 
 
 @pytest.fixture

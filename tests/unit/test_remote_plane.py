@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.daemons import engram_node
 from tests.unit import remote_rig as rig
 from tierd.config import load
 from tierd.daemon import remotes
@@ -28,8 +27,8 @@ FIRST = "v41/layers.1.engram"
 
 
 @pytest.fixture(scope="module")
-def staged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return engram_node(tmp_path_factory.mktemp("plane"), rows=300).device
+def staged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield from rig.staged_device(tmp_path_factory.mktemp("plane"))
 
 
 @pytest.fixture
