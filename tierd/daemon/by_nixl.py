@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import structlog
 
-from tierd.errors import RdmaMissingError, RdmaPeerError
+from tierd.errors import RdmaMemoryError, RdmaMissingError, RdmaPeerError
 from tierd.io import _core
-from tierd.io.device import PAGE_BYTES
+from tierd.io.device import PAGE_BYTES, aligned_buffer
 
 if TYPE_CHECKING:
     from tierd.config.remote import RemoteSection
@@ -83,18 +83,26 @@ class NixlRegion:
         self._agent = agent
         self._memory = memory
         where = memory.pages.ctypes.data
-        self._registered = agent.register_memory([(where, memory.pages.size, 0, "")], "DRAM")
+        try:
+            self._registered = agent.register_memory([(where, memory.pages.size, 0, "")], "DRAM")
+        except errors() as error:
+            raise RdmaMemoryError(f"NIXL takes no memory to export: {error}") from None
         self.places: list[Place] = [(0, memory.pages.size // PAGE_BYTES, where, 0)]
 
     def close(self) -> None:
         """Withdraw it."""
-        self._agent.deregister_memory(self._registered)
+        with contextlib.suppress(*errors()):  # it is withdrawn all the same: peers forget it
+            self._agent.deregister_memory(self._registered)
+        self._agent = None  # it ends with its last user
 
 
 class NixlExporter:
     """The passive side: NIXL's own thread answers."""
 
     kind = "nixl"
+    # UCX over TCP copies from whatever address a peer names, registered or not: memory that is
+    # given up while one still reads would end the process. Peers hear of it within a second.
+    linger_s = 10.0
 
     def __init__(self) -> None:
         self._agent = make_agent()
@@ -112,6 +120,10 @@ class NixlExporter:
         del asked
         metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
         return [], {"agent": metadata}
+
+    def is_gone(self) -> bool:
+        """Never: no device is opened."""
+        return False
 
     def close(self) -> None:
         """End the agent."""
@@ -167,6 +179,17 @@ class NixlReader:
         self._movers[0].prepare(self._rows)
         return self._movers[0].probe([address // PAGE_BYTES for address, _ in pages], out)
 
+    def try_ways(self, page: tuple[int, int]) -> None:
+        """Read an (address, key) page over each link.
+
+        Raises:
+            RdmaPeerError: it does not come.
+        """
+        out = aligned_buffer(PAGE_BYTES)
+        for mover in self._movers:
+            mover.prepare(self._rows)
+            mover.probe([page[0] // PAGE_BYTES], out)
+
     def start(self) -> None:
         """Move pages from now on."""
         for mover in self._movers:
@@ -186,11 +209,13 @@ class Mover:
         self._link = link
         self._agent = make_agent()
         self._memory = link.memory
-        where = self._memory.ctypes.data
-        self._registered = self._agent.register_memory([(where, self._memory.size, 0, "")], "DRAM")
-        slots = self._memory.size // PAGE_BYTES
-        rows = np.array([[where, PAGE_BYTES, 0, PAGE_BYTES, slots]], np.uint64)
-        self._local = self._agent.prep_xfer_dlist("", rows, "DRAM")
+        where, size = self._memory.ctypes.data, self._memory.size
+        rows = np.array([[where, PAGE_BYTES, 0, PAGE_BYTES, size // PAGE_BYTES]], np.uint64)
+        try:
+            self._registered = self._agent.register_memory([(where, size, 0, "")], "DRAM")
+            self._local = self._agent.prep_xfer_dlist("", rows, "DRAM")
+        except errors() as error:
+            raise RdmaMemoryError(f"NIXL takes no memory to read into: {error}") from None
         self._remote: Any = None
         self._peer = ""
         self._prepared = 0
@@ -283,10 +308,15 @@ class Mover:
         self._local = self._remote = self._agent = None
 
     def _run(self) -> None:
+        wanted = select.poll()  # select() knows no descriptor above 1,023
+        wanted.register(self._link.event_fd, select.POLLIN)
         try:
             while not self._stop.is_set() and (self._link.up or self._under_way):
                 if not self.turn():
-                    select.select([self._link.event_fd], [], [], IDLE_MS / 1000)
-        except errors() as error:  # the pump finds that nothing comes, and ends the link
+                    wanted.poll(IDLE_MS)
+        # Either way the pump finds that nothing comes, and ends the link.
+        except errors() as error:
             log.warning("NIXL failed", error=str(error))
+        except Exception:
+            log.exception("NIXL failed")
         self._stop.set()
