@@ -397,15 +397,15 @@ class GpuTable:
     ) -> None:
         ring, image = self.ring, self.image
         shared = (
-            ids, layout.cols, layout.stride0, layout.stride1, layout.count, lane.desc,
-            self._cache.words, self._elements, out, image.number, lane.words, ring.words,
-            ring.arena, ring.arena_elements, ring.arena_g_words, ring.arena_pages,
-            ring.fault_words, ring.stats, *ring.keys, GRACE_NS,
+            ids, layout.cols, layout.stride0, layout.stride1, layout.count, image.row_lo,
+            self._hi, lane.desc, self._cache.words, self._elements, out, image.number,
+            lane.words, ring.words, ring.arena, ring.arena_elements, ring.arena_g_words,
+            ring.arena_pages, ring.fault_words, ring.stats, *ring.keys, GRACE_NS,
         )  # fmt: skip
         rows = gather_rows(layout.count)
         grid = (-(-layout.count // rows),)
         options = {"ROWS": rows, "CANONICAL": image.canonical_zero, "DIM": image.dim}
-        options |= image.geometry
+        options |= {"LOSSY": self._seen is not None, **image.geometry}
         if image.row_format == RowFormat.E4M3_E8M0:
             kernels_gather.gather_scaled[grid](
                 *shared, **options, GROUPS=pow2(image.dim // 32), ZERO=image.zero_scale_bits,
