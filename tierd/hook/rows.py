@@ -7,6 +7,7 @@ tells what the stock table's dtype and device were now.
 
 from __future__ import annotations
 
+import copy
 import os
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Self
@@ -76,8 +77,10 @@ class TableStandIn:
         self._pid = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copies of a model share the tables, as nothing in here is theirs."""
-        return self
+        """Copies of a model share the tables, but each is cast on its own."""
+        made = copy.copy(self)
+        vars(made).update(_casts=list(self._casts), _elsewhere=dict(self._elsewhere))
+        return made
 
     def bind(self, attached: attach.AttachedTables, dtype: torch.dtype) -> None:
         """Take the tables, after checking that they have the model's shape.
