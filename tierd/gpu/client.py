@@ -403,7 +403,7 @@ def _make_audit(
     """Build what audits a table: an oracle over the devices, and who asks it."""
     from tierd.gpu import audit  # noqa: PLC0415 - only who audits needs torch here
 
-    entry = next(
+    entry: dict[str, Any] = next(
         (entry for entry in link.map["images"] if int(entry["image_id"], 16) == image.image_id),
         {"devices": []},
     )
