@@ -302,6 +302,20 @@ def test_a_large_kick_starts_what_the_arena_has_room_for(rig: Rig) -> None:
         assert stats["failed"] == 0
 
 
+def test_a_kick_never_starts_what_has_to_wait_for_a_gather(rig: Rig) -> None:
+    """On a GPU the gather's stream waits for the kick; one part is then as much as may start."""
+    image = rig.images[0]
+    with GpuEngine(rig, [image], rows_max=8, arena_pages=12) as engine:
+        table = engine.tables[0]
+        table._ahead = 2  # as on a GPU
+        ids = torch.arange(20)
+        table.kick(ids)
+        assert table._parts is not None
+        assert len(table._parts.events) == 1
+        table._ahead = 1  # the interpreter runs one thing at a time
+        np.testing.assert_array_equal(engine.gather(0, ids), image.decoded[:20])
+
+
 def test_warm_rows_are_hits(rig: Rig) -> None:
     with GpuEngine(rig, [rig.images[0]], rows_max=8) as engine:
         engine.tables[0].warm(torch.arange(12))

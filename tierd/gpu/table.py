@@ -211,6 +211,7 @@ class GpuTable:
         # Sub-batches that may be out at once. With an arena for one alone a second would wait for
         # the first one's gather: fine on a GPU, but the interpreter runs one thing at a time.
         fit = min(self.ring.arena_pages // self.rows_max, int(_core.protocol.RING_DEPTH) - 1)
+        self._at_once = max(1, fit)  # by a kick, whose stream waits for lookups and not for gathers
         self._ahead = max(2 if self._cuda else 1, fit)
         self.lanes = [Lane(cache.device, self.rows_max) for _ in range(1 + max(2, self._ahead))]
         self._parts: _Parts | None = None
@@ -244,7 +245,7 @@ class GpuTable:
         if layout.count == 0:
             return
         if layout.count > self.rows_max:
-            self._begin_parts(ids, layout)
+            self._begin_parts(ids, layout, self._at_once)
             assert self._parts is not None
             for event in self._parts.events:
                 if event is not None:
@@ -427,8 +428,8 @@ class GpuTable:
 
     # --- more rows than a request takes -----------------------------------------------------------
 
-    def _begin_parts(self, ids: torch.Tensor, layout: IdLayout) -> None:
-        """Cut into sub-batches and kick as many as the arena has room for."""
+    def _begin_parts(self, ids: torch.Tensor, layout: IdLayout, at_once: int) -> None:
+        """Cut into sub-batches and kick the first ``at_once``."""
         self._abandon_parts()
         self._kicked = None
         self._join()
@@ -436,7 +437,7 @@ class GpuTable:
         self._launch_wait_fill(self.lanes[0], FILL_PROGRAMS)
         self._launch_finish(self.lanes[0])
         self._parts = _Parts(ids, layout.parts(ids, self.rows_max))
-        self._kick_parts(self._parts, self._ahead)
+        self._kick_parts(self._parts, at_once)
 
     def _kick_parts(self, parts: _Parts, end: int) -> None:
         while len(parts.events) < min(end, len(parts.pieces)):
@@ -459,7 +460,7 @@ class GpuTable:
     def _gather_parts(self, ids: torch.Tensor, layout: IdLayout, out: torch.Tensor) -> None:
         """Work in sub-batches: the next ones' reads are out while this one gathers."""
         if self._parts is None or not _same(self._parts.ids, ids):
-            self._begin_parts(ids, layout)
+            self._begin_parts(ids, layout, self._ahead)
         parts = self._parts
         assert parts is not None
         flat = out.view(-1, self.image.dim)
