@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import gpu_rig  # first: it decides that kernels are interpreted
@@ -169,6 +170,17 @@ def test_rows_that_no_trace_saw_are_zero_and_not_read(rig: Rig) -> None:
         assert stats["lookups"] == stats["hits"] + stats["misses"] + stats["bypasses"] < 64
         with pytest.raises(RowError, match=str(image.rows)):
             engine.step(0, np.array([image.rows]))
+
+
+def test_a_seen_set_that_was_replaced_is_kept(rig: Rig) -> None:
+    """A graph that was captured with it reads its memory whenever it is replayed."""
+    image = rig.images[0]
+    with GpuEngine(rig, [image]) as engine:
+        table = engine.tables[0]
+        table.skip_unseen(seen.empty(image.rows))
+        first = weakref.ref(table._seen)
+        table.skip_unseen(seen.empty(image.rows))
+        assert first() is not None
 
 
 def test_ids_that_were_not_kicked_are_demanded(rig: Rig) -> None:

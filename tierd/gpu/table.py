@@ -216,6 +216,7 @@ class GpuTable:
         self.lanes = [Lane(cache.device, self.rows_max) for _ in range(1 + max(2, self._ahead))]
         self._parts: _Parts | None = None
         self._seen: torch.Tensor | None = None
+        self._seen_before: list[torch.Tensor] = []  # captured graphs may still read them
         self._kicked: torch.Tensor | None = None
         self._event: torch.cuda.Event | None = None
         self._fault = self.ring.fault
@@ -310,6 +311,8 @@ class GpuTable:
         Args:
             bits: u8, a bit a row, as of :mod:`tierd.io.seen`; copied to the cache's device.
         """
+        if self._seen is not None:
+            self._seen_before.append(self._seen)
         self._seen = torch.from_numpy(bits).to(self._cache.device)
 
     def set_quota(self, ways: int) -> None:
