@@ -130,8 +130,10 @@ class TableStandIn:
         """
         attached = self._ready(like)
         if like.device.type == "cuda":
-            for table in self._tables_on(attached, like.device):
-                table.kick(ids)
+            there, tables = self._tables_on(attached, like.device)
+            with there.lock:
+                for table in tables:
+                    table.kick(ids)
             return
         rows = ids.detach().to("cpu", torch.int64).contiguous()
         with attached.lock:
@@ -162,11 +164,12 @@ class TableStandIn:
         self, attached: attach.AttachedTables, ids: torch.Tensor, device: torch.device
     ) -> torch.Tensor:
         """The same on a GPU: work of its streams alone, which a CUDA graph may capture."""
-        tables = self._tables_on(attached, device)
+        there, tables = self._tables_on(attached, device)
         shape = (len(tables), *ids.shape, self.dim)
         out = torch.empty(shape, dtype=torch.bfloat16, device=device)
-        for table, part in zip(tables, out, strict=True):
-            table.gather(ids, part)
+        with there.lock:
+            for table, part in zip(tables, out, strict=True):
+                table.gather(ids, part)
         return self._values(out)
 
     def _values(self, rows: torch.Tensor) -> torch.Tensor:
@@ -178,12 +181,18 @@ class TableStandIn:
 
     def _tables_on(
         self, attached: attach.AttachedTables, device: torch.device
-    ) -> tuple[Table, ...]:
+    ) -> tuple[attach.AttachedTables, tuple[Table, ...]]:
+        """Return the tables on a GPU, and whose lock keeps the calls of several threads apart.
+
+        The lock orders what threads enqueue. That their streams run it in this order is up to
+        them; threads that name no stream share one.
+        """
         name = str(device)
-        if name not in self._elsewhere:
+        with attached.lock:  # two threads must not attach twice
             there = attached.on(name)
+        if name not in self._elsewhere:
             self._elsewhere[name] = tuple(there.table(self.kind, layer) for layer in self.layers)
-        return self._elsewhere[name]
+        return there, self._elsewhere[name]
 
     def _ready(self, like: torch.Tensor) -> attach.AttachedTables:
         if self._attached is None:
