@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import structlog
 
-from tierd.errors import RdmaMissingError, RdmaPeerError
+from tierd.errors import RdmaMemoryError, RdmaMissingError, RdmaPeerError
 from tierd.io import _core
 from tierd.io.device import PAGE_BYTES
 
@@ -83,12 +83,16 @@ class NixlRegion:
         self._agent = agent
         self._memory = memory
         where = memory.pages.ctypes.data
-        self._registered = agent.register_memory([(where, memory.pages.size, 0, "")], "DRAM")
+        try:
+            self._registered = agent.register_memory([(where, memory.pages.size, 0, "")], "DRAM")
+        except errors() as error:
+            raise RdmaMemoryError(f"NIXL takes no memory to export: {error}") from None
         self.places: list[Place] = [(0, memory.pages.size // PAGE_BYTES, where, 0)]
 
     def close(self) -> None:
         """Withdraw it."""
-        self._agent.deregister_memory(self._registered)
+        with contextlib.suppress(*errors()):  # it is withdrawn all the same: peers forget it
+            self._agent.deregister_memory(self._registered)
 
 
 class NixlExporter:
@@ -186,11 +190,13 @@ class Mover:
         self._link = link
         self._agent = make_agent()
         self._memory = link.memory
-        where = self._memory.ctypes.data
-        self._registered = self._agent.register_memory([(where, self._memory.size, 0, "")], "DRAM")
-        slots = self._memory.size // PAGE_BYTES
-        rows = np.array([[where, PAGE_BYTES, 0, PAGE_BYTES, slots]], np.uint64)
-        self._local = self._agent.prep_xfer_dlist("", rows, "DRAM")
+        where, size = self._memory.ctypes.data, self._memory.size
+        rows = np.array([[where, PAGE_BYTES, 0, PAGE_BYTES, size // PAGE_BYTES]], np.uint64)
+        try:
+            self._registered = self._agent.register_memory([(where, size, 0, "")], "DRAM")
+            self._local = self._agent.prep_xfer_dlist("", rows, "DRAM")
+        except errors() as error:
+            raise RdmaMemoryError(f"NIXL takes no memory to read into: {error}") from None
         self._remote: Any = None
         self._peer = ""
         self._prepared = 0
@@ -283,10 +289,12 @@ class Mover:
         self._local = self._remote = self._agent = None
 
     def _run(self) -> None:
+        wanted = select.poll()  # select() knows no descriptor above 1,023
+        wanted.register(self._link.event_fd, select.POLLIN)
         try:
             while not self._stop.is_set() and (self._link.up or self._under_way):
                 if not self.turn():
-                    select.select([self._link.event_fd], [], [], IDLE_MS / 1000)
-        except errors() as error:  # the pump finds that nothing comes, and ends the link
-            log.warning("NIXL failed", error=str(error))
+                    wanted.poll(IDLE_MS)
+        except Exception as error:  # the pump finds that nothing comes, and ends the link
+            log.exception("NIXL failed", error=str(error))
         self._stop.set()

@@ -121,13 +121,18 @@ class Exports(Keeper):
             try:
                 if self._exporter is None:
                     self._exporter = open_exporter(self._settings)
-                    self.fault = ""
                     log.info("exports", ways=self._exporter.describe())
                 self.look()
+                self.fault = ""
             except RdmaError as error:
                 if str(error) != self.fault:
                     log.error("nothing is exported", reason=str(error))
                 self.fault = str(error)
+            except Exception as error:  # peers hear of it, and the next look may go well
+                fault = f"a fault of this daemon, see its log: {error!r:.200}"
+                if fault != self.fault:
+                    log.exception("looking after exports")
+                self.fault = fault
 
     def look(self) -> None:
         """Close what has expired; withdraw and load what has changed."""
@@ -162,10 +167,12 @@ class Exports(Keeper):
                 return
             assert self._exporter is not None, "it is open before anything is loaded"
             export.region = self._exporter.register(memory)
-        except TierdError as error:
-            export.state, export.reason = "failed", str(error)
+        except Exception as error:  # out of memory, or a driver's: the other images go on
+            if not isinstance(error, TierdError):
+                log.exception("loading an export", image=image.info.name)
+            export.state, export.reason = "failed", str(error) or type(error).__name__
             export.close()
-            log.error("not exported", image=image.info.name, reason=str(error))
+            log.error("not exported", image=image.info.name, reason=export.reason)
             return
         with self._lock:
             export.state = "ready"

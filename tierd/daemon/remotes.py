@@ -100,7 +100,7 @@ class Caller:
             connection.request(method, path, text, headers)
             response = connection.getresponse()
             data = json.loads(response.read(ANSWER_BYTES_MAX) or b"{}")
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
             why = str(error) or type(error).__name__
             raise PeerSilentError(f"peer {self.url} does not answer: {why}") from None
         finally:
@@ -167,16 +167,28 @@ class Peer:
     def _stay_connected(self) -> None:
         pause = BACKOFF_S[0]
         while not self._stop.is_set():
-            try:
-                self._connect()
-                pause = BACKOFF_S[0]
-                self._keep()
-            except TierdError as error:
-                self._take_down(str(error))
-            except (KeyError, TypeError, ValueError) as error:  # of another tierd, or none at all
-                self._take_down(f"peer {self.name}: answers that make no sense: {error!r:.200}")
+            why = self._connect_once()
+            if self._stop.is_set():
+                return
+            self._take_down(why)
             self._stop.wait(pause)
             pause = min(2 * pause, BACKOFF_S[1])
+
+    def _connect_once(self) -> str:
+        """Connect and stay so; return why it has ended."""
+        try:
+            self._connect()
+            self._keep()
+        except TierdError as error:
+            return str(error)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:  # of another tierd
+            return f"peer {self.name}: answers that make no sense: {error!r:.200}"
+        except Exception as error:  # a fault of ours, or of a driver: the next try may go well
+            why = f"peer {self.name}: a fault of this daemon, see its log: {error!r:.200}"
+            if why != self.reason:
+                log.exception("connecting to a peer", peer=self.name)
+            return why
+        return ""
 
     # --- connecting ------------------------------------------------------------------------------
 
@@ -271,11 +283,15 @@ class Peer:
         self.reason = why
         reader, self._reader = self._reader, None
         if reader is not None:
-            self._plane.unlink_peer(self.name, reader.links, why)
-            reader.close()
+            try:
+                self._plane.unlink_peer(self.name, reader.links, why)
+                reader.close()
+            except Exception:  # a new connection needs nothing of the old one
+                log.exception("letting go of a peer", peer=self.name)
         session, self._session = self._session, ""
         if session:
-            with contextlib.suppress(RdmaPeerError):  # it closes what is not renewed
+            # Whatever it answers: it closes what is not renewed.
+            with contextlib.suppress(Exception):
                 self._caller.ask("DELETE", f"/v1/exports/sessions/{session}")
 
 

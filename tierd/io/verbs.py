@@ -254,11 +254,22 @@ def _port(device: dict[str, Any], port: dict[str, Any], gid_index: int) -> Port:
 
 
 def read_gids(device: str, port: int, *, sys_: Path = CLASS) -> list[Gid]:
-    """Return the used entries of a port's GID table, by index."""
+    """Return the used entries of a port's GID table, by index.
+
+    Raises:
+        RdmaPortError: there is no such table: the device has just gone, or /sys is hidden.
+    """
     folder = sys_ / device / "ports" / str(port)
     found = []
+    try:
+        names = os.listdir(folder / "gids")
+    except OSError as error:
+        raise RdmaPortError(
+            f"the GIDs of {device} port {port} cannot be read: {error}; the device has gone, or "
+            "/sys is hidden from this process; run: tierd doctor"
+        ) from None
     # A table may have a thousand entries; those in use are a few.
-    for name in os.listdir(folder / "gids"):
+    for name in names:
         value = bytes.fromhex(_text(folder / "gids" / name).replace(":", ""))
         if not any(value):
             continue
