@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -160,3 +161,33 @@ async def test_an_attach_that_fails_half_way_is_undone(
     assert all(image.clients == 0 for image in server.plane.images.values())
     assert (await peer.ask(attach_message(server), channel.fd) or {})["ok"]
     peer.sock.close()
+
+
+async def test_a_commit_that_takes_long_holds_up_only_who_needs_its_store(
+    server: AttachServer,
+) -> None:
+    """The event loop goes on while a device takes its time over a commit."""
+    store, committing, done = server.plane.stores[0], threading.Event(), threading.Event()
+    in_time = []
+
+    def commit() -> None:
+        with store._lock:
+            committing.set()
+            in_time.append(done.wait(PATIENCE_S))
+
+    thread = threading.Thread(target=commit)
+    thread.start()
+    assert committing.wait(PATIENCE_S)
+    attaching, visitor, channel = Peer(server), Peer(server), make_channel()
+    answer = asyncio.create_task(attaching.ask(attach_message(server), channel.fd))
+    while not server.clients:  # noqa: ASYNC110 - nothing tells of it
+        await asyncio.sleep(0.001)
+    assert (await visitor.ask({"op": "hello", "abi": 1}) or {})["ok"]
+    assert store.free_pages > 0
+    assert not answer.done()
+    done.set()
+    assert (await answer or {})["ok"]
+    thread.join()
+    assert in_time == [True]
+    for peer in (attaching, visitor):
+        peer.sock.close()

@@ -343,7 +343,10 @@ class _Session:
         finally:
             server.attaching -= 1
         try:
-            return self._answer_attach(self._client, wanted)
+            # In a thread: leases wait for commits, which take as long as a device does.
+            return await asyncio.get_running_loop().run_in_executor(
+                server.workers, self._answer_attach, self._client, wanted
+            )
         except BaseException:
             await self._drop("attach failed")
             raise
