@@ -52,6 +52,7 @@ DRAIN_LOOK_S = 0.005
 DETACH_MS = 50
 DETACH_LOOK_S = 0.2
 HANG_LOOKS = 10  # before the log says so
+GIVE_UP_S = 2.0  # for sessions to see that they shall: several looks
 REFUSALS_MAX = 16
 
 
@@ -128,7 +129,8 @@ class AttachServer:
         departed: image name -> ring counters of the clients that have gone, added up.
         faults: sessions that ended by a fault of ours; each is in the log with its traceback.
         refusals: engines of versions that are not served, newest last.
-        left: clients whose reads were still in flight when the daemon stopped.
+        left: clients that were not let go of when the daemon stopped: their reads were still in
+            flight, or their pump stood still.
     """
 
     def __init__(
@@ -177,8 +179,9 @@ class AttachServer:
             _, pending = await asyncio.wait(list(self._sessions), timeout=left_s)
             self.give_up = True
             if pending:
-                await asyncio.wait(pending)
-        self.workers.shutdown()
+                _, hanging = await asyncio.wait(pending, timeout=GIVE_UP_S)
+                self.left += len(hanging)  # what they wait for in a thread does not come back
+        self.workers.shutdown(wait=False)
         self.kv.close()
 
     async def _hand_over(self, deadline: float) -> None:

@@ -526,12 +526,12 @@ class DataPlane:
     def close(self) -> None:
         """Stop the pumps, then let go of the devices. Idempotent.
 
-        A device that does not answer is waited for briefly. Then everything stays as it is, and
-        ``stuck`` says that only the process's end frees it; until the last read has landed the
-        kernel keeps the device from whoever comes next.
+        A device or pump that does not answer is waited for briefly. Then everything stays as it
+        is, and ``stuck`` says that only the process's end frees it; until the last read has landed
+        the kernel keeps the device from whoever comes next.
         """
         for pump in self.pumps:
-            self.stuck |= not pump.stop(STOP_MS)
+            self.stuck |= not _stop(pump)
         if self.stuck:
             return
         self.pumps.clear()
@@ -540,6 +540,18 @@ class DataPlane:
         for store in self.stores:
             store.close()
         self.stores.clear()
+
+
+def _stop(pump: Any) -> bool:
+    """Stop a pump; False if reads are left, or if it stands still.
+
+    In a thread, for a client that was just being added to a pump that stands still has its lock.
+    """
+    ended: list[bool] = []
+    thread = threading.Thread(target=lambda: ended.append(pump.stop(STOP_MS)), daemon=True)
+    thread.start()
+    thread.join(2 * STOP_MS / 1000)
+    return ended == [True]
 
 
 def _placed(placement: dict[str, Any] | None, window: float | None) -> dict[str, Any] | None:
