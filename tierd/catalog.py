@@ -46,6 +46,7 @@ class Catalog:
         self._queue: queue.Queue[dict[str, Any] | threading.Event | None] = queue.Queue(QUEUE_MAX)
         self._database: Database | None = None
         self._inode = -1
+        self._newest = 0
         self.degraded = ""
         self.lost = 0
         self._thread = threading.Thread(target=self._work, name="tierd-catalog", daemon=True)
@@ -72,7 +73,7 @@ class Catalog:
             self.degraded = f"{self._path}: the disk is too slow: {QUEUE_MAX} events wait"
 
     def events(
-        self, limit: int = 100, kind: str | None = None, after: int = 0
+        self, limit: int = 100, kind: str | None = None, after: int = 0, *, oldest: bool = False
     ) -> list[dict[str, Any]]:
         """Return the newest events, newest first; an empty list where history cannot be read.
 
@@ -82,12 +83,13 @@ class Catalog:
             limit: as many at most.
             kind: of this kind only.
             after: with a larger id than this only.
+            oldest: the oldest of these instead, oldest first.
         """
         query = "select id, time, kind, subject, details from events where id > ?"
         values: list[Any] = [after]
         if kind is not None:
             query, values = query + " and kind = ?", [after, kind]
-        query += " order by id desc limit ?"
+        query += f" order by id {'asc' if oldest else 'desc'} limit ?"
         try:
             uri = f"{self._path.absolute().as_uri()}?mode=ro"
             with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
@@ -135,12 +137,16 @@ class Catalog:
         if self._database is None:
             self._database = self._open()
             self._inode = _inode(self._path)
+            empty = self._database.execute("select max(id) from events").fetchone()[0] is None
+            if empty and self._newest:  # deleted under us: it goes on behind what readers have seen
+                row = {**row, "id": self._newest + 1}
         table = self._database.table("events")
         table.insert(row)
         newest = self._database.execute("select max(id), min(id) from events").fetchone()
         if newest[0] - newest[1] >= self._events_max + _TRIM_SLACK:
             table.delete_where("id <= ?", [newest[0] - self._events_max])
-        return int(newest[0])
+        self._newest = int(newest[0])
+        return self._newest
 
     def _open(self) -> Database:
         try:

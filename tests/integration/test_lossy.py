@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests import checkpoints
 from tests.daemons import Node, engram_node, refused_start, running, tierd
 from tierd.api import rest_client
 from tierd.gpu.client import Client, list_images
@@ -111,8 +112,36 @@ def test_seen_sets_that_do_not_fit_stop_the_start(node: Node, tmp_path: Path) ->
     assert "not a seen-set" in refusal(tmp_path / "nothing.npz")
     other = seen_set(node, tmp_path, np.arange(3), fingerprint="of another checkpoint")
     assert "another checkpoint's v41/layers.1.engram" in refusal(other)
+
+
+def test_a_seen_set_of_nothing_here_keeps_nobody_waiting(node: Node, tmp_path: Path) -> None:
     trace = tmp_path / "o.trace"
     with TraceWriter(trace, "other", [TracedTable("x", 1, 10, 264, 1)]) as writer:
         writer.add(0, [1])
     tierd("trace", "seen", trace, "--table", "x", "--out", tmp_path / "x.npz")
-    assert "a seen-set of other/x, which is not served" in refusal(tmp_path / "x.npz")
+    config = tmp_path / "tierd.toml"
+    config.write_text(f'[lossy]\nseen_sets = ["{tmp_path}/x.npz"]\n')
+    with running(node, "--config", config):
+        assert rest_client.get(node.api_socket, "/v1/status")["lossy"] == []
+        problems = rest_client.get(node.api_socket, "/v1/overview")["problems"]
+        assert any("names other/x, which is not served" in one for one in problems)
+
+
+def test_rows_of_another_staging_are_all_read(tmp_path: Path) -> None:
+    """The same name, staged from another checkpoint under the running daemon."""
+    node = engram_node(tmp_path, rows=ROWS)
+    path = seen_set(node, tmp_path, np.arange(0, ROWS, 2))
+    config = tmp_path / "tierd.toml"
+    config.write_text(f'[lossy]\nseen_sets = ["{path}"]\n')
+    other = checkpoints.engram(tmp_path / "other", rows=ROWS, seed=7)
+    with running(node, "--config", config):
+        assert len(rest_client.get(node.api_socket, "/v1/status")["lossy"]) == 1
+        asked = {"kind": "stage", "checkpoint": str(other.path), "model": "v41"}
+        rest_client.change(node.api_socket, "POST", "/v1/jobs", asked)
+        while rest_client.get(node.api_socket, "/v1/jobs")["jobs"][0]["state"] != "done":
+            pass
+        ids = np.arange(40).reshape(8, 5)
+        got, skipped = rows_of(node, TABLE, ids)
+        assert skipped == 0
+        assert (got != 0).any(axis=2).all()
+        assert rest_client.get(node.api_socket, "/v1/status")["lossy"] == []

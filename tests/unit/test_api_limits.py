@@ -147,6 +147,19 @@ async def test_events_come_as_they_happen_and_continue_without_a_gap(
             record("attached", "5")
             again = await events(response, 3)
         assert [event["subject"] for event in again] == ["2", "4", "5"]
+        # More than a page of history was missed: all of it comes, oldest first.
+        for number in range(150):
+            record("staged", str(number))
+        last = again[-1]["id"]
+        path = f"/v1/events?kind=staged&after={last}"
+        async with rest.session.get(path, headers=STREAM) as response:
+            missed = await events(response, 150)
+        assert [event["subject"] for event in missed] == [str(n) for n in range(150)]
+        # A number of a history that is gone: everything of the present one came later.
+        gone = {**STREAM, "Last-Event-ID": "900000"}
+        async with rest.session.get("/v1/events?kind=detached", headers=gone) as response:
+            (only,) = await events(response, 1)
+        assert only["subject"] == "3"
 
 
 async def test_events_reach_readers_while_history_cannot_be_kept(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import select
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -208,7 +209,94 @@ def test_a_table_that_lies_nowhere_else_waits_and_then_fails(tmp_path: Path) -> 
     )  # fmt: skip
     client = Client(served, 32, 256, table=table)
     assert client.fails(list(range(30))) == Status.read_error
+    stats = served.pump.stats()
+    assert (stats["reads"], stats["retries"]) == (30, 0)  # held once, not once more
     served.pump.stop()
+
+
+class Peers:
+    """A pump with a table of 64 pages that lies at two peers and nowhere else."""
+
+    def __init__(self, tmp_path: Path, *, disk: bool = False, **options: Any) -> None:
+        self.image = Image.make(64)
+        self.served = Served(tmp_path / "image", self.image, remote=True, **options)
+        self.pump = self.served.pump
+        self.devices = [self.pump.add_remote() for _ in range(2)]
+        tiers = [whole(self.image, d) for d in [*self.devices, *[self.served.device] * disk]]
+        table = self.pump.add_table(
+            image_id=self.image.image_id, generation=1, row_bytes=264, rows=64 * 15,
+            window_ns=1000, extents=tiers[0], copies=tiers[1:],
+        )  # fmt: skip
+        self.client = Client(self.served, 32, 256, table=table)
+
+    def link(self, peer: int) -> Any:
+        """Link a peer that answers when :meth:`answer` says so."""
+        link = _core.QueueLink(128, 10_000_000_000)
+        link.open()
+        places = [(0, self.image.pages, 0, 0)]
+        assert self.pump.link_remote(link, {self.devices[peer]: places})
+        return link
+
+    def answer(self, link: Any, count: int, data: Any = None) -> None:
+        """Play the peer until it has been asked for `count` pages."""
+        data = self.image.data if data is None else data
+        while count:
+            select.select([link.event_fd], [], [], 5)
+            slots, pages = link.take(128)
+            assert len(slots), "the peer is not asked"
+            link.memory.reshape(-1, 4096)[slots] = data[pages]
+            link.finish(slots, True)
+            count -= len(slots)
+
+
+PAGES = list(range(30))
+
+
+def test_when_no_peer_comes_back_reads_wait_once(tmp_path: Path) -> None:
+    peers = Peers(tmp_path, remote_hold_ms=20)
+    assert peers.client.fails(PAGES) == Status.read_error
+    stats = peers.pump.stats()
+    assert (stats["reads"], stats["retries"], stats["next_tier"]) == (30, 0, 0)
+    peers.pump.stop()
+
+
+@pytest.mark.parametrize("back", [0, 1])
+def test_reads_that_wait_are_read_from_whichever_peer_comes_back(tmp_path: Path, back: int) -> None:
+    peers = Peers(tmp_path, remote_hold_ms=20_000)
+    sequence = peers.client.publish(PAGES)
+    peers.answer(peers.link(back), 30)
+    peers.client.finish(sequence, PAGES)
+    peers.pump.stop()
+
+
+@pytest.mark.parametrize("back", [0, 1])
+def test_so_are_those_that_were_in_flight_when_the_last_peer_went(
+    tmp_path: Path, back: int
+) -> None:
+    peers = Peers(tmp_path, remote_hold_ms=20_000)
+    link = peers.link(0)
+    sequence = peers.client.publish(PAGES)
+    select.select([link.event_fd], [], [], 5)
+    assert len(link.take(128)[0])
+    peers.pump.drop_link(link, "the test says so")
+    assert not link.up
+    peers.answer(peers.link(back), 30)
+    peers.client.finish(sequence, PAGES)
+    peers.pump.stop()
+
+
+@pytest.mark.parametrize("crc_sample", [0, 16])
+def test_the_checksum_of_every_page_of_a_peer_is_looked_at(tmp_path: Path, crc_sample: int) -> None:
+    peers = Peers(tmp_path, disk=True, crc_sample=crc_sample)
+    flipped = peers.image.data.copy()
+    flipped[7, 100] ^= 0x10
+    link = peers.link(0)
+    sequence = peers.client.publish(PAGES)
+    peers.answer(link, 31, flipped)  # page 7 twice
+    peers.client.finish(sequence, PAGES)
+    stats = peers.pump.stats()
+    assert (stats["retries"], stats["next_tier"], stats["crc_checked"]) == (1, 1, 32)
+    peers.pump.stop()
 
 
 def test_a_pump_without_remote_tables_has_no_remote_devices(tmp_path: Path) -> None:

@@ -51,6 +51,13 @@ def test_statistics_are_those_of_the_ring() -> None:
     assert view.stats(0) == {name: value for value, name in enumerate(STAT_NAMES)}
     assert view.stats(1)["late_steps"] == 106
     view.close()
+    # An engine that outlived a daemon: the next one counts from here.
+    again = ChannelView(channel.fd, LIMITS)
+    assert set(again.stats(1).values()) == {0}
+    at = again.rings[1].stats
+    buffer[at : at + 8] = np.array([130], np.uint64).view(np.uint8)
+    assert again.stats(1)["lookups"] == 30
+    again.close()
 
 
 @pytest.mark.parametrize(

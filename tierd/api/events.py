@@ -31,7 +31,7 @@ class EventsQuery(Query):
     """Which events."""
 
     limit: Annotated[int, Field(ge=1, le=READ_MAX), NUMBER] = Field(
-        100, description="As many at most; of a stream, as many old ones."
+        100, description="As many at most; a stream gives all since `after`."
     )
     kind: str | None = Field(None, max_length=40, description="Of this kind only.")
     after: Annotated[int, Field(ge=0, le=2**53), NUMBER] = Field(
@@ -72,16 +72,34 @@ async def _follow(
     """Yield what the reader missed, then what happens."""
     listener = daemon.hub.join()  # before history is read, so that nothing falls between
     try:
-        last = after or 0
+        last = 0
         if after is not None:
-            for row in reversed(await _read(daemon, query, after)):
-                last = row["id"]
-                yield _item(row)
+            async for missed in _missed(daemon, query, after):
+                last = missed["id"]
+                yield _item(missed)
         while (row := await listener.get()) is not None:
             if query.kind in {None, row["kind"]} and not 0 < row["id"] <= last:
                 yield _item(row)
     finally:
         daemon.hub.leave(listener)
+
+
+async def _missed(
+    daemon: Daemon, query: EventsQuery, after: int
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Yield what came after an event, oldest first, all of it."""
+    newest = await _read(daemon, EventsQuery(limit=1), 0)
+    if newest and newest[0]["id"] < after:
+        after = 0  # of a history that is gone: everything in the present one came later
+    while True:
+        rows = await asyncio.to_thread(
+            daemon.catalog.events, READ_MAX, query.kind, after, oldest=True
+        )
+        for row in rows:
+            yield row
+        if not rows:
+            return
+        after = rows[-1]["id"]
 
 
 def _item(row: dict[str, Any]) -> Item:

@@ -65,7 +65,10 @@ async def delete_image(call: Call) -> schemas.Job | schemas.DryRun:
     plane, catalog = call.daemon.plane, call.daemon.catalog
     name = f"{call.part('model')}/{call.part('table')}"
     async with call.request.app[EDITS]:
-        if plane.owes_wipe(name) and not query.dry_run:
+        if plane.owes_wipe(name):
+            if query.dry_run:
+                end = "its wipe is finished" if query.wipe else "its room is free, not wiped"
+                return schemas.DryRun(changes=[f"{name}: {end}"])
             todo = work.finish_wipe(plane, catalog, name, wipe=query.wipe)
             asked = {"image": name, "wipe": query.wipe}
             return job_answer(

@@ -140,7 +140,7 @@ METRICS: tuple[Metric, ...] = (
         "gauge",
         "Tables of which rows that no trace saw are served as zero, because lossy.seen_sets says "
         "so; anything but 0 changes what models compute.",
-        lambda look: _one(len(look.daemon.attach.lossy)),
+        lambda look: _one(len(look.daemon.attach.lossy_tables())),
     ),
     Metric(
         "tierd_late_steps_ratio",

@@ -279,7 +279,11 @@ def _problems(daemon: Daemon) -> list[str]:
     if attach.faults:
         found.append(f"{attach.faults} sessions ended by a fault of the daemon's own: see its log")
     found += [f"pid {refusal.pid} was refused: {refusal.reason}" for refusal in attach.refusals]
-    found += [f"{one.name}: rows that no trace saw are zero" for one in attach.lossy.values()]
+    found += [f"{one.name}: rows that no trace saw are zero" for one in attach.lossy_tables()]
+    unused = attach.lossy.keys() - {one.name for one in attach.lossy_tables()}
+    found += [
+        f"lossy.seen_sets names {name}, which is not served as traced" for name in sorted(unused)
+    ]
     return found
 
 

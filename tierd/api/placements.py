@@ -60,7 +60,11 @@ async def patch_placements(call: Call) -> schemas.Placements | schemas.DryRun:
     async with call.request.app[EDITS]:
         call.require_match(_all(call.daemon))
         wanted = {one.image: one.window_us for one in call.body.placements}
-        before = {name: plane.named(name).window_us for name in wanted}
+        before = {}
+        for name in wanted:
+            image = plane.named(name)
+            image.require_local()
+            before[name] = image.window_us
         changed = {name: window for name, window in wanted.items() if window != before[name]}
         if call.query.dry_run:
             lines = [

@@ -500,6 +500,9 @@ class Placement(Answer):
 class Placements(Answer):
     """GET /v1/placements."""
 
+    # Tiers come, go and load by themselves; an edit is of windows.
+    volatile: ClassVar[Any] = {"placements": {"__all__": {"tiers"}}}
+
     placements: list[Placement]
 
 

@@ -77,7 +77,7 @@ def _status(
         session_faults=daemon.attach.faults,
         lossy=[
             schemas.LossyTable(image=one.name, seen_set=str(one.path), seen_share=one.share)
-            for one in daemon.attach.lossy.values()
+            for one in daemon.attach.lossy_tables()
         ],
         refusals=[
             schemas.Refusal(pid=r.pid, at=moment(r.at), reason=r.reason)

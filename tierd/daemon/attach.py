@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import json
 import os
 import socket
@@ -54,6 +55,8 @@ DETACH_LOOK_S = 0.2
 HANG_LOOKS = 10  # before the log says so
 GIVE_UP_S = 2.0  # for sessions to see that they shall: several looks
 REFUSALS_MAX = 16
+ACCEPT_AGAIN_S = 1.0
+_SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
 
 
 class ImageRef(BaseModel):
@@ -155,6 +158,10 @@ class AttachServer:
         self._sessions: dict[asyncio.Task[None], socket.socket] = {}
         self._listener: claims.Listener | None = None
 
+    def lossy_tables(self) -> list[lossy.LossyTable]:
+        """Return which tables are served with rows left out now."""
+        return list(lossy.in_force(self.lossy, list(self.plane.images.values())).values())
+
     def start(self, listener: claims.Listener) -> None:
         """Accept from now on; needs a running loop."""
         self._listener = listener
@@ -205,6 +212,11 @@ class AttachServer:
             return
         except OSError as error:  # out of descriptors or memory, or the peer has gone again
             log.warning("accept failed", error=error.strerror)
+            if error.errno in _SHORT:
+                # Who waits would have this called again at once, for nothing.
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(self._listener.sock.fileno())
+                loop.call_later(ACCEPT_AGAIN_S, self._accept_again)
             return
         sock.setblocking(False)
         if len(self._sessions) >= VISITORS_MAX + self.settings.channel.clients_max:
@@ -214,6 +226,10 @@ class AttachServer:
         task = asyncio.get_running_loop().create_task(_Session(self, sock).run())
         self._sessions[task] = sock
         task.add_done_callback(self._ended)
+
+    def _accept_again(self) -> None:
+        if self._listener is not None and self._listener.sock.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(self._listener.sock.fileno(), self._accept)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._sessions.pop(task).close()

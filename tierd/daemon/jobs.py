@@ -145,7 +145,8 @@ class Board:
         self._catalog = catalog
         self._lock = threading.Lock()
         self._jobs: OrderedDict[str, Job] = OrderedDict()
-        self._queue: queue.SimpleQueue[tuple[Job, Work] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._todo: dict[str, Work] = {}
         self._closed = False
         self.stuck = False
         # A daemon thread, so that a device that hangs cannot hold the process's end up.
@@ -166,10 +167,11 @@ class Board:
                     "run: tierd jobs list"
                 )
             self._jobs[job.job_id] = job
+            self._todo[job.job_id] = work
             while len(self._jobs) > JOBS_MAX:
                 oldest = next(each for each in self._jobs.values() if each.state in FINISHED)
                 del self._jobs[oldest.job_id]
-        self._queue.put((job, work))
+        self._queue.put(job)
         return job
 
     def list(self) -> list[Job]:
@@ -199,6 +201,7 @@ class Board:
         job.stop()
         with self._lock:
             if job.state is JobState.QUEUED:
+                del self._todo[job_id]
                 self._finish(job, JobState.CANCELLED, f"job {job_id} was cancelled")
         return job
 
@@ -215,12 +218,14 @@ class Board:
 
     def _work(self) -> None:
         _yield_to_serving()
-        while (item := self._queue.get()) is not None:
-            self._run(*item)
+        while (job := self._queue.get()) is not None:
+            self._run(job)
 
-    def _run(self, job: Job, work: Work) -> None:
+    def _run(self, job: Job) -> None:
         with self._lock:
-            if job.state is not JobState.QUEUED:
+            # Taken out: an ended job's work would keep the checkpoint open that it has read.
+            work = self._todo.pop(job.job_id, None)
+            if work is None:
                 return
             job.state, job.started = JobState.RUNNING, time.time()
             job.version += 1

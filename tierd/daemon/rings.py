@@ -97,6 +97,8 @@ class ChannelView:
         except BaseException:
             self._map.close()
             raise
+        # An engine outlives daemons, and its counters with it.
+        self._at_attach = [self._counters(ring) for ring in self.rings]
 
     def _read_header(self, size: int, limits: ChannelSection) -> None:
         magic, abi, total, count, rank, world, _, client_id = _HEADER.unpack_from(self._map)
@@ -154,9 +156,14 @@ class ChannelView:
         return reader.read()
 
     def stats(self, ring: int) -> dict[str, int]:
-        """Return the client's counters since attach."""
-        values = _STATS.unpack_from(self._map, self.rings[ring].stats)
-        return dict(zip(STAT_NAMES, values, strict=True))
+        """Return the client's counters since it attached to this daemon."""
+        now, before = self._counters(self.rings[ring]), self._at_attach[ring]
+        # A client that writes nonsense there has counted nothing, rather than less than that.
+        gained = (max(0, n - b) for n, b in zip(now, before, strict=True))
+        return dict(zip(STAT_NAMES, gained, strict=True))
+
+    def _counters(self, ring: RingLayout) -> tuple[int, ...]:
+        return _STATS.unpack_from(self._map, ring.stats)
 
     def ways(self, ring: int) -> int | None:
         """Return a table's ways per set in force; None where the client takes no wishes."""

@@ -121,7 +121,9 @@ class Scrubber:
         scrub = self._scrub
         if scrub.image or scrub.done or not scrub.finished_at:
             return 0.0
-        left = scrub.finished_at + self._io.scrub_interval_h * 3600 - time.time()
+        interval = self._io.scrub_interval_h * 3600
+        # At most that, though the clock was set back since.
+        left = min(interval, scrub.finished_at + interval - time.time())
         if left > 0:
             self._show("resting")
         return min(left, 3600.0)

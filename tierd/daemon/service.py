@@ -145,9 +145,10 @@ class Daemon:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        loop.add_signal_handler(signal.SIGHUP, self.reload)
+        loop.add_signal_handler(signal.SIGHUP, lambda: None)  # what it would read is being read
         async with contextlib.AsyncExitStack() as stack:
             await self._start(stack)
+            loop.add_signal_handler(signal.SIGHUP, self.reload)
             watcher = loop.create_task(self._watch())
             stack.push_async_callback(_cancel, watcher)
             recent = loop.create_task(self.recent.run())
@@ -157,7 +158,6 @@ class Daemon:
                 steering = loop.create_task(self.steering.run())
                 stack.push_async_callback(_cancel, steering)
                 tasks.add(steering)
-            stack.push_async_callback(_cancel, loop.create_task(self._beat()))
             systemd.notify(f"READY=1\nSTATUS={self._summary()}")
             stack.push_async_callback(_cancel, loop.create_task(self._tell_systemd()))
             if on_ready is not None:
@@ -244,6 +244,9 @@ class Daemon:
         stack.callback(self._take_from_scrub)  # the last findings, once it has stopped
         stack.push_async_callback(asyncio.to_thread, self.scrubber.stop)
         stack.callback(self._start_watchdog().stop)
+        # To the end of an orderly stop, which may take longer than the watchdog's patience.
+        beat = asyncio.get_running_loop().create_task(self._beat())
+        stack.push_async_callback(_cancel, beat)
         self.jobs = Board(self.catalog)
         stack.push_async_callback(asyncio.to_thread, self.jobs.close)
 

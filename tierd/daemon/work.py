@@ -10,7 +10,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tierd.errors import DeviceBusyError
+from tierd.errors import DeviceBusyError, ImageError
 from tierd.io import probe as probing
 from tierd.io import staging, tables, walker
 from tierd.io.checkpoint import Checkpoint
@@ -179,6 +179,11 @@ def delete(plane: DataPlane, catalog: Catalog, name: str, *, wipe: bool) -> Work
 
     def run(job: Job) -> dict[str, Any]:
         job.say(f"wiping {name}" if wipe else f"deleting {name}")
+        if plane.named(name).info.generation != image.info.generation:
+            raise ImageError(
+                f"{name} was staged anew while its deletion waited, and stays; delete it again if "
+                "the new one is meant too; run: tierd images"
+            )
         plane.delete(name, wipe=wipe)
         devices = [store.device.path for store in image.striped.stores]
         catalog.record("deleted", name, devices=devices, wiped=wipe)

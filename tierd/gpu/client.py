@@ -309,7 +309,13 @@ def _skip_unseen(client: Client, lossy: dict[str, str]) -> None:
         table = client.table(image.name)
         if path is None:
             continue
-        table.skip_unseen(seen.load(Path(path)).bits)
+        made = seen.load(Path(path))
+        if (made.rows, made.fingerprint) != (image.table.rows, image.fingerprint):
+            raise AttachError(  # the file is another one than the daemon has read
+                f"{path}: a seen-set of another checkpoint's table than {image.name}; "
+                "run: systemctl restart tierd"
+            )
+        table.skip_unseen(made.bits)
         log.warning("LOSSY: rows of %s that no trace saw are zero (%s)", image.name, path)
 
 

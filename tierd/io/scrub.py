@@ -175,7 +175,7 @@ class Scrub:
             )
             for page in (first + int(index) for index in faults.nonzero()[0])
         ]
-        self._note(image.name, first, faults.size, found)
+        found = self._note(image.name, first, faults.size, found)
         image_done = self.next_page >= image.info.pages
         if image_done:
             found += self._finish(image)
@@ -205,15 +205,22 @@ class Scrub:
         self.image = found.name if found is not None else ""
         return found
 
-    def _note(self, name: str, first: int, pages: int, found: list[Finding]) -> None:
+    def _note(self, name: str, first: int, pages: int, found: list[Finding]) -> list[Finding]:
+        """Remember what was found, and return it; BAD_PAGES_KEPT of an image at the most.
+
+        A device that is dead is bad page by page, and would fill the history with nothing else.
+        """
+        kept = []
         known = self.bad.setdefault(name, {})
         for page in [page for page in known if first <= page < first + pages]:
             del known[page]
         for finding in found:
             if len(known) < BAD_PAGES_KEPT:
                 known[finding.page] = f"{finding.fault}, on {finding.device}"
+                kept.append(finding)
         if not known:
             del self.bad[name]
+        return kept
 
     def _finish(self, image: StripedImage) -> list[Finding]:
         digest = hashlib.sha256(self._digests).hexdigest()

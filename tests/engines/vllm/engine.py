@@ -18,6 +18,7 @@ from tests.engines.vllm import layouts, models
 from tests.patched import environ, replaced
 from tierd.errors import HookError
 from tierd.hook import attach
+from tierd.hook import vllm as hook_vllm
 from tierd.hook.vllm import guards, plugin, tables
 from tierd.types import TableKind
 
@@ -153,7 +154,7 @@ def refused() -> dict[str, Any]:
     with environ(VLLM_PLUGINS="other,tierd"):
         found["plugins with us"] = "; ".join(guards.environment_problems(os.environ))
     with environ(TIERD="yes"):
-        found["switch"] = exit_text(models.load_plugins)
+        found["switch"] = exit_text(hook_vllm.activate)
     os.environ["TIERD"] = "1"
     models.load_plugins()
     import vllm.envs

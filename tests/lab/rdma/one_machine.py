@@ -186,6 +186,22 @@ def test_too_little_locked_memory_names_the_limit() -> None:
     assert "LimitMEMLOCK=" in said
 
 
+def test_an_arena_that_cannot_be_registered_is_said_of_the_link() -> None:
+    body = (
+        "import pathlib, tempfile\n"
+        "from tests.lab.rdma.one_machine import Image, Tiered, Wire\n"
+        "wire = Wire(Image.make(700))\n"
+        'tiered = Tiered(pathlib.Path(tempfile.mkdtemp()) / "image")\n'
+        "link, _responder = wire.link()\n"
+        "tiered.pump.link_remote(link, {tiered.device: wire.export.places})\n"
+        "print(link.up, link.trouble)\n"
+        "tiered.pump.stop()\n"
+    )
+    said = without_rights(body, memlock_kib=4096)  # the arena alone has 4 MiB, the image 2.8
+    assert "True rxe0: registering 4096 KiB of memory refused" in said
+    assert "RLIMIT_MEMLOCK is 4096 KiB" in said
+
+
 def test_no_permission_names_the_device() -> None:
     paths = list(Path("/dev/infiniband").glob("uverbs*"))
     body = (
@@ -203,6 +219,17 @@ def test_no_permission_names_the_device() -> None:
             path.chmod(0o666)
     assert "RdmaPermissionError" in said
     assert "/dev/infiniband/uverbs" in said
+
+
+def test_a_gid_behind_what_a_queue_pair_can_name_is_refused() -> None:
+    wire = Wire(Image.make(1))
+    link = _core.VerbsLink(wire.context, 1, 128, 1_000_000_000)
+    responder = _core.VerbsResponder(wire.context, 1)
+    way = {**wire.way.for_core(), "gid_index": 256}
+    for side, names in ((link, responder.names), (responder, link.names)):
+        with pytest.raises(_core.VerbsError, match="the GID at index 256 cannot be used"):
+            side.connect(queue_pairs=names, **way)
+    assert not link.up
 
 
 def test_a_device_or_gid_that_is_not_there() -> None:

@@ -225,7 +225,7 @@ def settings_problems(config: Any, kind: TableKind, platform: str) -> Iterator[s
         ("--speculative-config was not tried with served tables", config.speculative_config),
         ("--enable-lora was not tried with served tables", config.lora_config),
         (
-            "an offload (--cpu-offload-gb, --offload-group-size) was not tried with served tables",
+            "--cpu-offload-gb or --offload-group-size was not tried with served tables",
             _offloads(config),
         ),
     ):

@@ -280,22 +280,41 @@ bool Pump::reap(std::uint64_t now_ns) {
     return true;
 }
 
-// The first attempt from `attempt` on whose tier is there. Where none is, `attempt` itself: the
-// reader then waits for the peer for a while.
-std::uint32_t Pump::attempt_from(const ServedTable& table, std::uint32_t attempt) const {
-    if (remote_ == nullptr) return attempt;
-    for (std::uint32_t a = attempt; a < table.attempts(); ++a)
-        if (remote_->ready(table.tier(a).first_device())) return a;
+// The first attempt from `attempt` on whose tier is there, or table.attempts().
+std::uint32_t Pump::ready_from(const ServedTable& table, std::uint32_t attempt) const {
+    while (attempt < table.attempts() && !remote_->ready(table.tier(attempt).first_device())) ++attempt;
     return attempt;
 }
 
-// A peer that did not answer is not asked again at once, unless the pages lie nowhere else.
+// As ready_from, but where no tier is there, `attempt` itself: the reader then holds the read for a
+// while.
+std::uint32_t Pump::attempt_from(const ServedTable& table, std::uint32_t attempt) const {
+    if (remote_ == nullptr) return attempt;
+    const std::uint32_t ready = ready_from(table, attempt);
+    return ready < table.attempts() ? ready : attempt;
+}
+
 std::uint32_t Pump::attempt_after(const ReadSlot& slot, std::int32_t result) const {
     const std::uint32_t next = slot.attempt + 1u;
     const ServedTable& table = slot.ring->table();
     if (remote_ == nullptr || next >= table.attempts()) return next;
-    const bool unanswered = slot.attempt == 0 && result < 0 && remote_->is_remote(slot.device);
-    return attempt_from(table, unanswered && table.attempts() > 2 ? 2 : next);
+    if (result < 0 && remote_->is_remote(slot.device)) {
+        // One that was held is not held again: the engine would give up before the second time ends.
+        if (result == kHeldInVain) return ready_from(table, next);
+        // A peer that did not answer is not asked again at once, unless the pages lie nowhere else.
+        // A read that then is held waits as the second attempt, so that any tier can end its wait.
+        const std::uint32_t elsewhere = slot.attempt == 0 ? ready_from(table, 2) : table.attempts();
+        if (elsewhere < table.attempts()) return elsewhere;
+    }
+    return attempt_from(table, next);
+}
+
+// Whether a held read has nothing to wait for any more: another tier is there, or another server has
+// the ring, for which arena D is to be drained.
+bool Pump::released(std::uint32_t token) const {
+    const ReadSlot& slot = slots_[token];
+    const ServedTable& table = slot.ring->table();
+    return !slot.ring->serving() || ready_from(table, slot.attempt) < table.attempts();
 }
 
 std::uint8_t* Pump::target(const ReadSlot& slot) const {
@@ -344,10 +363,10 @@ Status Pump::judge(const ReadSlot& slot, std::int32_t result) {
     if (result != static_cast<std::int32_t>(kPageBytes)) return Status::short_read;
     if (!options_.checks) return Status::ok;
     // A page that failed once, or that came from another node's memory, is never let through on the
-    // strength of its trailer alone.
+    // strength of its trailer alone, whatever is sampled of the others.
     bool check_crc = false;
     const bool always = slot.attempt != 0 || (remote_ != nullptr && remote_->is_remote(slot.device));
-    if (options_.crc_sample != 0 && (always || ++crc_turn_ >= options_.crc_sample)) {
+    if (always || (options_.crc_sample != 0 && ++crc_turn_ >= options_.crc_sample)) {
         check_crc = true;
         crc_turn_ = 0;
         ++counts_.crc_checked;

@@ -47,7 +47,7 @@ struct PumpOptions {
     std::uint32_t read_threads = 16;
     std::uint32_t spin_us = 50;
     std::uint32_t park_us = 50;
-    std::uint32_t crc_sample = 16;  // one page in so many; 0 never, 1 always
+    std::uint32_t crc_sample = 16;  // one page in so many, 0 none; retries and peers' pages always
     bool checks = true;
     int cpu = -1;  // pins the thread; -1 leaves it to the scheduler
     std::uint64_t seed = 0;  // of a simulated pump
@@ -206,6 +206,8 @@ class Pump : public Driver {
     void forget_channel(std::uint32_t channel);
     void close_devices();
     void collect(PumpStats& out);
+    // On the pump's thread; the caller lets go of them on its own.
+    std::vector<std::shared_ptr<RemoteLink>> take_ended_links();
 
     // --- data path (pump.cc), the pump's thread only ---------------------------------------------
     void run() noexcept;
@@ -227,8 +229,10 @@ class Pump : public Driver {
     std::size_t issue_retries(std::uint64_t now_ns);
     std::uint32_t issue_request(ServerRing& ring, ServerRequest& request, std::uint32_t count,
                                 std::uint64_t now_ns, Read* out);
+    std::uint32_t ready_from(const ServedTable& table, std::uint32_t attempt) const;
     std::uint32_t attempt_from(const ServedTable& table, std::uint32_t attempt) const;
     std::uint32_t attempt_after(const ReadSlot& slot, std::int32_t result) const;
+    bool released(std::uint32_t token) const;
     std::uint8_t* target(const ReadSlot& slot) const;
     Read prepare(std::uint32_t token, std::uint64_t now_ns);
     bool reap(std::uint64_t now_ns);

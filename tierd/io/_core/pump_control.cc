@@ -148,7 +148,8 @@ void Pump::open_reader(const ReaderFactory& factory) {
     reader_ = factory ? factory(options) : make_reader(options);
     if (options_.remote) {
         const std::uint64_t hold_ns = std::uint64_t{options_.remote_hold_ms} * 1'000'000;
-        auto remote = std::make_unique<RemoteReader>(options, std::move(reader_), hold_ns);
+        auto remote = std::make_unique<RemoteReader>(
+            options, std::move(reader_), hold_ns, [this](std::uint32_t token) { return released(token); });
         remote_ = remote.get();
         reader_ = std::move(remote);
     }
@@ -256,6 +257,7 @@ bool Pump::stop(std::uint64_t timeout_ns) {
     exit_.store(true, std::memory_order_release);
     ring_eventfd(wake_fd_);
     if (thread_.joinable()) thread_.join();
+    const auto ended = take_ended_links();
     const std::lock_guard lock(command_mutex_);
     running_ = false;
     // A command that came too late for the thread (only stats can) is run here.
@@ -281,11 +283,6 @@ void Pump::leave() {
     leaving_ = true;
     for (auto& [number, channel] : channels_)
         for (const auto& ring : channel->rings) store_release(ring->control().leaving.value, 1);
-}
-
-void Pump::alarm() {
-    alarm_.store(true, std::memory_order_release);
-    ring_eventfd(wake_fd_);
 }
 
 bool Pump::call(const Step& step, std::uint64_t timeout_ns) {
@@ -588,8 +585,10 @@ void Pump::link_hints(ServerRing& ring, bool link) {
 
 std::optional<PumpStats> Pump::stats(std::uint64_t timeout_ns) {
     PumpStats out;
+    std::vector<std::shared_ptr<RemoteLink>> ended;
     const Step step = [&] {
         collect(out);
+        ended = take_ended_links();
         return Progress::finished;
     };
     if (!call(step, timeout_ns)) return std::nullopt;

@@ -29,6 +29,12 @@ constexpr timespec kLastWords{2, 0};
 
 }  // namespace
 
+// From any thread.
+void Pump::alarm() {
+    alarm_.store(true, std::memory_order_release);
+    ring_eventfd(wake_fd_);
+}
+
 void Pump::start_guarding(ServerRing& ring) {
     const std::uint64_t now = simulated_ ? turn_ns() : monotonic_ns();
     std::uint32_t ignored = 0;

@@ -46,6 +46,7 @@ std::uint32_t Pump::add_remote() {
 bool Pump::link_remote(
     const std::shared_ptr<RemoteLink>& link,
     const std::vector<std::pair<std::uint32_t, std::vector<RemotePlace>>>& devices) {
+    std::vector<std::shared_ptr<RemoteLink>> ended;  // gone after the lock is given back
     const std::lock_guard control(control_mutex_);
     check_running_or_fresh();
     require(remote_ != nullptr, "this pump was made without remote tables");
@@ -61,16 +62,23 @@ bool Pump::link_remote(
     std::int32_t next_buffer = 0;
     call([&] {
         if (!remote_->join(link, next_buffer)) return Progress::more;
+        ended = take_ended_links();
         for (const auto& [device, places] : devices) remote_->attach(device, *link, places);
         return Progress::finished;
     });
     return link->up();
 }
 
+std::vector<std::shared_ptr<RemoteLink>> Pump::take_ended_links() {
+    return remote_ == nullptr ? std::vector<std::shared_ptr<RemoteLink>>{} : remote_->take_ended();
+}
+
 void Pump::drop_link(const std::shared_ptr<RemoteLink>& link, const std::string& why) {
+    std::vector<std::shared_ptr<RemoteLink>> ended;  // gone after the lock is given back
     const std::lock_guard control(control_mutex_);
     call([&] {
         link->fail(why);
+        ended = take_ended_links();
         return Progress::finished;
     });
 }

@@ -19,8 +19,11 @@ constexpr std::uint64_t kHeldNapNs = 2'000'000;
 }  // namespace
 
 RemoteReader::RemoteReader(const ReaderOptions& options, std::unique_ptr<Reader> local,
-                           std::uint64_t hold_ns)
-    : local_(std::move(local)), hold_ns_(hold_ns), buffers_(kBuffersMax) {
+                           std::uint64_t hold_ns, std::function<bool(std::uint32_t)> released)
+    : local_(std::move(local)),
+      hold_ns_(hold_ns),
+      released_(std::move(released)),
+      buffers_(kBuffersMax) {
     local_batch_.reserve(options.queue_depth);
     remote_batch_.reserve(options.queue_depth);
     finished_.reserve(options.queue_depth);
@@ -31,6 +34,7 @@ void RemoteReader::end() {
     // No read is in flight: the pump has drained its channels.
     for (const auto& link : links_) link->fail("the pump has stopped");
     poll_links(monotonic_ns());
+    while (!leaving_.empty()) clear_leaving();
     local_->end();
 }
 
@@ -72,14 +76,24 @@ void RemoteReader::release_buffers(std::int32_t first, std::uint32_t count) {
     for (std::uint32_t i = 0; i < count; ++i) {
         const auto number = static_cast<std::size_t>(first) + i;
         Buffer& b = buffers_[number];
-        if (b.base != nullptr)
+        if (b.base != nullptr) {
             for (const auto& link : links_) link->remove_buffer(static_cast<std::uint32_t>(number));
+            for (const Leaving& one : leaving_)
+                one.link->remove_buffer(static_cast<std::uint32_t>(number));
+            if (joining_ != nullptr) joining_->remove_buffer(static_cast<std::uint32_t>(number));
+        }
         if (b.local != kNoBuffer) local_->release_buffers(b.local, 1);
         b = {};
     }
 }
 
 bool RemoteReader::join(const std::shared_ptr<RemoteLink>& link, std::int32_t& next_buffer) {
+    // What the last link has pinned, its successor can use.
+    if (!leaving_.empty()) {
+        clear_leaving();
+        return false;
+    }
+    joining_ = link;  // channels drain meanwhile, and release buffers that it has already
     for (auto i = static_cast<std::size_t>(next_buffer); i < buffers_end_; ++i) {
         const Buffer& b = buffers_[i];
         if (b.base == nullptr) continue;
@@ -87,7 +101,7 @@ bool RemoteReader::join(const std::shared_ptr<RemoteLink>& link, std::int32_t& n
         next_buffer = static_cast<std::int32_t>(i) + 1;
         return false;
     }
-    links_.push_back(link);
+    links_.push_back(std::move(joining_));
     return true;
 }
 
@@ -143,7 +157,7 @@ bool RemoteReader::post(const Read* reads, std::size_t count, std::uint64_t now_
 // a while, since the peer may be back soon.
 void RemoteReader::refuse(const Read& read, std::uint64_t now_ns) {
     if (hold_ns_ == 0) {
-        finished_.push_back({read.token, -ENOTCONN});
+        finished_.push_back({read.token, kHeldInVain});
         return;
     }
     held_.push_back({read, (now_ns != 0 ? now_ns : monotonic_ns()) + hold_ns_});
@@ -151,15 +165,15 @@ void RemoteReader::refuse(const Read& read, std::uint64_t now_ns) {
 
 void RemoteReader::retry_held(std::uint64_t now_ns) {
     for (std::size_t i = 0; i < held_.size();) {
-        const bool over = now_ns >= held_[i].until_ns;
-        if (!ready(held_[i].read.device) && !over) {
+        const Read read = held_[i].read;
+        if (!ready(read.device) && now_ns < held_[i].until_ns &&
+            !(released_ && released_(read.token))) {
             ++i;
             continue;
         }
-        const Read read = held_[i].read;
         held_[i] = held_.back();
         held_.pop_back();
-        if (!post(&read, 1, now_ns)) finished_.push_back({read.token, -ENOTCONN});
+        if (!post(&read, 1, now_ns)) finished_.push_back({read.token, kHeldInVain});
     }
 }
 
@@ -173,13 +187,26 @@ void RemoteReader::poll_links(std::uint64_t now_ns) {
         }
         for (RemoteDevice& device : devices_)
             if (device.link == &link) device = {true, nullptr, {}};
-        for (std::size_t b = 0; b < buffers_end_; ++b)
-            if (buffers_[b].base != nullptr) link.remove_buffer(static_cast<std::uint32_t>(b));
+        leaving_.push_back({std::move(links_[i]), 0});
         links_.erase(links_.begin() + static_cast<std::ptrdiff_t>(i));
     }
 }
 
+// One buffer a round, as everywhere else: the kernel unpins page by page.
+void RemoteReader::clear_leaving() {
+    Leaving& last = leaving_.back();
+    while (last.next_buffer < buffers_end_) {
+        const std::size_t number = last.next_buffer++;
+        if (buffers_[number].base == nullptr) continue;
+        last.link->remove_buffer(static_cast<std::uint32_t>(number));
+        return;
+    }
+    ended_.push_back(std::move(last.link));
+    leaving_.pop_back();
+}
+
 std::size_t RemoteReader::reap(ReadDone* done, std::size_t room) {
+    if (!leaving_.empty()) clear_leaving();
     if (!links_.empty() || !held_.empty()) {
         const std::uint64_t now = monotonic_ns();
         poll_links(now);
@@ -201,6 +228,7 @@ std::uint32_t RemoteReader::remote_in_flight() const {
 void RemoteReader::wait(std::uint32_t count, std::uint64_t timeout_ns) {
     local_->submit();
     if (!finished_.empty()) return;
+    if (!leaving_.empty()) timeout_ns = std::min(timeout_ns, kNapNs);
     if (remote_in_flight() == 0) {
         local_->wait(count, held_.empty() ? timeout_ns : std::min(timeout_ns, kHeldNapNs));
         return;

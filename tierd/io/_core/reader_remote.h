@@ -3,9 +3,12 @@
 #pragma once
 
 #include <array>
+#include <cerrno>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "reader.h"
@@ -13,10 +16,15 @@
 
 namespace tierd {
 
+// The result of a read whose peer was away for as long as the read was held.
+inline constexpr std::int32_t kHeldInVain = -ETIMEDOUT;
+
 class RemoteReader final : public Reader {
   public:
     // `hold_ns`: how long a read that has nowhere else to go waits for its peer to come back.
-    RemoteReader(const ReaderOptions& options, std::unique_ptr<Reader> local, std::uint64_t hold_ns);
+    // `released`: whether a held read need not wait any more; it ends as if its time were over.
+    RemoteReader(const ReaderOptions& options, std::unique_ptr<Reader> local, std::uint64_t hold_ns,
+                 std::function<bool(std::uint32_t token)> released = {});
 
     const char* name() const override { return local_->name(); }
     std::string reason() const override { return local_->reason(); }
@@ -44,6 +52,9 @@ class RemoteReader final : public Reader {
     // Registers the memory that is read into, one chunk a call; true once all of it is.
     bool join(const std::shared_ptr<RemoteLink>& link, std::int32_t& next_buffer);
     void attach(std::uint32_t device, RemoteLink& link, std::vector<RemotePlace> places);
+    // Links that are done with, to be let go of on another thread: the last holder of one made in
+    // Python waits for Python's lock, and taking a link apart takes a while in any case.
+    std::vector<std::shared_ptr<RemoteLink>> take_ended() { return std::exchange(ended_, {}); }
 
   private:
     struct RemoteDevice {
@@ -57,6 +68,10 @@ class RemoteReader final : public Reader {
         std::uint8_t* base = nullptr;
         std::uint64_t bytes = 0;
     };
+    struct Leaving {
+        std::shared_ptr<RemoteLink> link;
+        std::size_t next_buffer = 0;
+    };
     struct Held {
         Read read;
         std::uint64_t until_ns;
@@ -66,12 +81,19 @@ class RemoteReader final : public Reader {
     void refuse(const Read& read, std::uint64_t now_ns);
     void retry_held(std::uint64_t now_ns);
     void poll_links(std::uint64_t now_ns);
+    void clear_leaving();
     std::uint32_t remote_in_flight() const;
 
     const std::unique_ptr<Reader> local_;
     const std::uint64_t hold_ns_;
+    const std::function<bool(std::uint32_t token)> released_;
     std::array<RemoteDevice, kDevicesMax> devices_{};
     std::vector<std::shared_ptr<RemoteLink>> links_;
+    // Those that hold buffers too, and so are told of each that is released: what stays registered
+    // would be taken for the next memory that is mapped at the same address.
+    std::shared_ptr<RemoteLink> joining_;
+    std::vector<Leaving> leaving_;
+    std::vector<std::shared_ptr<RemoteLink>> ended_;
     std::vector<Buffer> buffers_;
     std::size_t buffers_end_ = 0;  // none at or behind it was ever used
     std::vector<Read> local_batch_;

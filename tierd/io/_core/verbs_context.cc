@@ -141,8 +141,8 @@ std::string explain_verbs(const std::string& what, int error) {
                                         ? "unlimited"
                                         : std::to_string(limit.rlim_cur / 1024) + " KiB";
             return head + "RLIMIT_MEMLOCK is " + now +
-                   "; it must hold what is registered, once for each NIC: raise LimitMEMLOCK= of the "
-                   "unit (in a shell: ulimit -l unlimited)";
+                   "; it must hold what is registered (clients' arenas once for each peer): raise "
+                   "LimitMEMLOCK= of the unit (in a shell: ulimit -l unlimited)";
         }
         case EINVAL: return head + "the device does not take these values";
         default: return head + strerror(error);
@@ -253,6 +253,13 @@ void VerbsContext::connect(ibv_qp* qp, const VerbsPeer& peer, std::uint32_t gid_
     attr.ah_attr.port_num = port_;
     attr.ah_attr.dlid = static_cast<std::uint16_t>(peer.lid);
     if (link_layer_ == IBV_LINK_LAYER_ETHERNET) {
+        // Tables of GIDs can be longer than what a queue pair has room to name: cut to 8 bits, another
+        // entry would be used.
+        constexpr std::uint32_t kGidIndexMax = 255;
+        if (gid_index > kGidIndexMax)
+            throw VerbsError(name_ + ": the GID at index " + std::to_string(gid_index) +
+                             " cannot be used: a queue pair names one of the first 256; give the "
+                             "address to the port earlier, or set gid_index to another one");
         attr.ah_attr.is_global = 1;
         std::memcpy(attr.ah_attr.grh.dgid.raw, peer.gid.data(), peer.gid.size());
         attr.ah_attr.grh.sgid_index = static_cast<std::uint8_t>(gid_index);

@@ -113,6 +113,7 @@ std::uint64_t VerbsLink::probe(const std::vector<RemotePage>& pages, std::uint8_
 }
 
 bool VerbsLink::add_buffer(std::uint32_t buffer, std::uint8_t* base, std::uint64_t bytes) {
+    remove_buffer(buffer);  // what stands there would stay registered for ever
     try {
         buffers_[buffer] = {base, context_->acquire(base, bytes)->lkey};
         return true;
@@ -197,7 +198,9 @@ void VerbsLink::poll(std::vector<ReadDone>& done, std::uint64_t now_ns) {
     } while (n == static_cast<int>(kPollBatch));
     if (n < 0) fail("the completion queue cannot be read");
     look_at_clock(now_ns);
-    if (failed_ && (in_flight_ == 0 || now_ns - failed_ns_ > kFlushNs)) destroy_pairs(done);
+    // The link may have failed just now, which is after the caller has looked at the clock.
+    const bool late = now_ns > failed_ns_ && now_ns - failed_ns_ > kFlushNs;
+    if (failed_ && (in_flight_ == 0 || late)) destroy_pairs(done);
 }
 
 void VerbsLink::take(const ibv_wc& wc, std::vector<ReadDone>& done) {

@@ -189,7 +189,8 @@ class Pump:
     ValueError names what the caller got wrong; RuntimeError what the system
     refused (transport='io_uring' where there is none; 'auto' falls back to
     threads and says why in transport_reason) or a pump that is stopped.
-    crc_sample checks the CRC of one page in so many: 0 never, 1 always.
+    crc_sample checks the CRC of one page in so many, 0: of none; always that of a
+    page that is read once more or comes from a peer.
     play_base_us, play_page_us: for measurements, play a device whose burst of n
     pages takes base + n * page, each device its own or play_queues of them;
     transport='memory' copies from mapped files.
