@@ -19,6 +19,7 @@
 #include <utility>
 
 #include "channel.h"
+#include "patience.h"
 #include "pump.h"
 #include "reader_played.h"
 #include "reader_sim.h"
@@ -32,20 +33,6 @@ void require(bool condition, const std::string& what) {
 
 [[noreturn]] void refuse_system(const char* what) {
     throw std::system_error(errno, std::generic_category(), what);
-}
-
-// A loop that turns looks at a command within this time, however busy it is.
-constexpr std::uint64_t kLookNs = 100'000'000;
-
-std::uint64_t deadline_of(std::uint64_t timeout_ns) {
-    return timeout_ns == kForever ? kForever : monotonic_ns() + timeout_ns;
-}
-
-// How long to wait for the pump's thread: it must not take its callers along if it stands still.
-std::uint64_t patience_until(std::uint64_t deadline_ns) {
-    if (deadline_ns == kForever) return kForever;
-    const std::uint64_t now = monotonic_ns();
-    return (deadline_ns > now ? deadline_ns - now : 0) + kLookNs;
 }
 
 void require_range(const char* name, std::uint32_t value, std::uint32_t low, std::uint32_t high) {
