@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.daemons import Daemon, Node, engram_node, refused_start, running, tierd
+from tests.halted import halted
 from tierd.api import rest_client
 from tierd.gpu.client import Client, list_images
 from tierd.io import _core, wire
@@ -110,6 +111,19 @@ def test_a_stop_answers_what_is_under_way(node: Node, tmp_path: Path, drain_ms: 
             assert set(statuses) <= {ok, cancelled}
         os.close(wake_fd)
         sock.close()
+
+
+def test_a_stop_does_not_wait_for_a_pump_that_stands_still(node: Node, tmp_path: Path) -> None:
+    config = tmp_path / "tierd.toml"
+    config.write_text("[daemon]\ndrain_ms = 100\n")
+    with running(node, "--config", config) as daemon:
+        client = attach(node)
+        with halted("tierd-pump", daemon.pid):
+            assert daemon.stop() == 0
+        (stopped,) = [entry for entry in daemon.events() if entry["event"] == "stopped"]
+        assert (stopped["left"], stopped["reads_in_flight"]) == (1, True)
+        client.close()
+    assert not leftovers(node)
 
 
 def first_image(node: Node) -> Any:

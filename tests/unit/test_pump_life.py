@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.halted import halted
 from tests.unit.pump_rig import Client, Image, P, Served
 
 IMAGE = Image.make(400)
@@ -151,6 +152,19 @@ def test_removal_answers_what_is_outstanding(tmp_path: Path, transport: str, how
         if status == P.Status.ok:
             client.finish(sequence, pages)
     served.pump.stop()
+
+
+def test_a_pump_that_stands_still_does_not_take_its_callers_along(served: Served) -> None:
+    client, other = served.client(), served.client()
+    with halted("tierd-pump"):
+        assert not served.pump.remove_channel(client.number, timeout_ms=1)
+        assert not served.pump.remove_channel(client.number, timeout_ms=1)
+        assert not served.pump.stop(timeout_ms=1)
+    assert served.pump.remove_channel(client.number)
+    assert served.pump.remove_channel(other.number)
+    with halted("tierd-pump"):
+        assert not served.pump.stop(timeout_ms=1)  # with nobody to wait for either
+    assert served.pump.stop()
 
 
 def test_a_client_that_vanishes_harms_nobody(served: Served) -> None:

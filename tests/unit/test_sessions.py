@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.daemons import engram_node
+from tests.halted import halted
 from tierd.catalog import Catalog
 from tierd.config import load
 from tierd.daemon import attach, claims
@@ -32,8 +34,7 @@ def sockets(directory: Path) -> list[Path]:
     return list(directory.glob("*.sock*"))
 
 
-@pytest.fixture
-async def server(device: Path, tmp_path: Path) -> AsyncIterator[AttachServer]:
+def make_server(device: Path, tmp_path: Path) -> AttachServer:
     overrides = {"daemon.runtime_dir": str(tmp_path), "devices.paths": [str(device)]}
     settings = load(environ={}, overrides=overrides).settings
     catalog = Catalog(tmp_path / "catalog.db")
@@ -41,10 +42,16 @@ async def server(device: Path, tmp_path: Path) -> AsyncIterator[AttachServer]:
     made = AttachServer(settings, plane, catalog, boot_id="boot")
     path = settings.paths.engine_socket
     made.start(claims.Listener.open(path, socket.SOCK_SEQPACKET, mode=0o600))
+    return made
+
+
+@pytest.fixture
+async def server(device: Path, tmp_path: Path) -> AsyncIterator[AttachServer]:
+    made = make_server(device, tmp_path)
     yield made
     await made.stop(0.0)
-    plane.close()
-    catalog.close()
+    made.plane.close()
+    made.catalog.close()
     assert sockets(tmp_path) == []
 
 
@@ -160,3 +167,86 @@ async def test_an_attach_that_fails_half_way_is_undone(
     assert all(image.clients == 0 for image in server.plane.images.values())
     assert (await peer.ask(attach_message(server), channel.fd) or {})["ok"]
     peer.sock.close()
+
+
+async def test_a_pump_that_stands_still_holds_up_neither_clients_nor_a_stop(
+    device: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attach, "WORKERS_MAX", 2)
+    monkeypatch.setattr(attach, "GIVE_UP_S", 20.0)  # none is needed: sessions see it by themselves
+    server = make_server(device, tmp_path)
+    channels = [make_channel() for _ in range(3)]
+    peers = [Peer(server) for _ in channels]
+    for peer, channel in zip(peers, channels, strict=True):
+        assert (await peer.ask(attach_message(server), channel.fd) or {})["ok"]
+    with halted("tierd-pump"):
+        for peer in peers:
+            peer.sock.close()
+        # Nobody keeps a worker: clients that go, however many they are, wait in turns.
+        for _ in range(4):
+            await asyncio.get_running_loop().run_in_executor(server.workers, int)
+        assert len(server.clients) == len(peers)
+        await server.stop(0.0)
+        assert server.left == len(peers)
+        await asyncio.to_thread(server.plane.close)
+        assert server.plane.stuck
+    server.plane.stuck = False
+    server.plane.close()
+    assert not server.plane.stuck
+    server.catalog.close()
+
+
+async def test_a_stop_does_not_wait_for_workers_that_hang(
+    device: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attach, "GIVE_UP_S", 0.05)
+    server, channel = make_server(device, tmp_path), make_channel()
+    peer, hangs, goes_on = Peer(server), threading.Event(), threading.Event()
+    assert (await peer.ask(attach_message(server), channel.fd) or {})["ok"]
+    detach = server.plane.detach
+
+    def hang(*words: Any) -> bool:
+        hangs.set()
+        return goes_on.wait(PATIENCE_S) and detach(*words)
+
+    monkeypatch.setattr(server.plane, "detach", hang)
+    peer.sock.close()
+    assert await asyncio.to_thread(hangs.wait, PATIENCE_S)
+    await server.stop(0.0)
+    assert server.left == 1
+    assert not goes_on.is_set()
+    goes_on.set()
+    while server.clients:  # noqa: ASYNC110 - nothing tells of it
+        await asyncio.sleep(0.001)
+    server.plane.close()
+    server.catalog.close()
+
+
+async def test_a_commit_that_takes_long_holds_up_only_who_needs_its_store(
+    server: AttachServer,
+) -> None:
+    """The event loop goes on while a device takes its time over a commit."""
+    store, committing, done = server.plane.stores[0], threading.Event(), threading.Event()
+    in_time = []
+
+    def commit() -> None:
+        with store._lock:
+            committing.set()
+            in_time.append(done.wait(PATIENCE_S))
+
+    thread = threading.Thread(target=commit)
+    thread.start()
+    assert committing.wait(PATIENCE_S)
+    attaching, visitor, channel = Peer(server), Peer(server), make_channel()
+    answer = asyncio.create_task(attaching.ask(attach_message(server), channel.fd))
+    while not server.clients:  # noqa: ASYNC110 - nothing tells of it
+        await asyncio.sleep(0.001)
+    assert (await visitor.ask({"op": "hello", "abi": 1}) or {})["ok"]
+    assert store.free_pages > 0
+    assert not answer.done()
+    done.set()
+    assert (await answer or {})["ok"]
+    thread.join()
+    assert in_time == [True]
+    for peer in (attaching, visitor):
+        peer.sock.close()

@@ -53,6 +53,7 @@ DRAIN_LOOK_S = 0.005
 DETACH_MS = 50
 DETACH_LOOK_S = 0.2
 HANG_LOOKS = 10  # before the log says so
+GIVE_UP_S = 2.0  # for sessions to see that they shall: several looks
 REFUSALS_MAX = 16
 ACCEPT_AGAIN_S = 1.0
 _SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
@@ -131,7 +132,8 @@ class AttachServer:
         departed: image name -> ring counters of the clients that have gone, added up.
         faults: sessions that ended by a fault of ours; each is in the log with its traceback.
         refusals: engines of versions that are not served, newest last.
-        left: clients whose reads were still in flight when the daemon stopped.
+        left: clients that were not let go of when the daemon stopped: their reads were still in
+            flight, or their pump stood still.
     """
 
     def __init__(
@@ -184,8 +186,9 @@ class AttachServer:
             _, pending = await asyncio.wait(list(self._sessions), timeout=left_s)
             self.give_up = True
             if pending:
-                await asyncio.wait(pending)
-        self.workers.shutdown()
+                _, hanging = await asyncio.wait(pending, timeout=GIVE_UP_S)
+                self.left += len(hanging)  # what they wait for in a thread does not come back
+        self.workers.shutdown(wait=False)
         self.kv.close()
 
     async def _hand_over(self, deadline: float) -> None:
@@ -359,7 +362,10 @@ class _Session:
         finally:
             server.attaching -= 1
         try:
-            return self._answer_attach(self._client, wanted)
+            # In a thread: leases wait for commits, which take as long as a device does.
+            return await asyncio.get_running_loop().run_in_executor(
+                server.workers, self._answer_attach, self._client, wanted
+            )
         except BaseException:
             await self._drop("attach failed")
             raise

@@ -37,7 +37,7 @@ from tierd.io.store import Store
 from tierd.io.store_set import StoreSet
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -84,6 +84,7 @@ class DataPlane:
         self._devices: list[dict[str, int]] = []  # per pump: store's uuid -> the pump's number
         self._retired: list[ServedImage] = []  # replaced or deleted, and still attached
         self._adopted: dict[int, ServedImage] = {}  # that only peers hold, by image id
+        self._deleting: set[str] = set()  # names of images that go, home and copies one by one
         self.stores: list[Store] = []
         self.absent: dict[str, str] = {}
         self.notes: list[str] = []
@@ -156,6 +157,8 @@ class DataPlane:
                 image = self.store_set.striped(store, stored)
                 info = image.info
                 same = found.get(info.image_id)
+                if info.name in self._deleting:
+                    continue  # a lease taken now would leave it half deleted
                 if image.fault:
                     incomplete.append(image)
                 elif same is not None and is_copy(same[0], image):
@@ -166,22 +169,34 @@ class DataPlane:
                 else:
                     names.add(info.name)
                     found[info.image_id] = [image]
-        self.images = {
+        images = {
             image_id: _unchanged(known.get(first.name), first, copies)
             or ServedImage(first, [], copies, placed_window_us(first))
             for image_id, (first, *copies) in found.items()
         }
         # What is here by itself now is no more adopted.
-        self._adopted = {
+        adopted = {
             image_id: image
             for image_id, image in self._adopted.items()
-            if image_id not in self.images and image.info.name not in names
+            if image_id not in images and image.info.name not in names
         }
-        self.images = {**self.images, **self._adopted}
+        self._prepare(images.values())
+        self._adopted, self.images = adopted, {**images, **adopted}
         self.incomplete, self.shadowed = incomplete, shadowed
-        for served in self.images.values():
-            if not served.leases:
-                served.lease()
+
+    def _prepare(self, images: Iterable[ServedImage]) -> None:
+        """Lease images and tell the pumps of them, all or none: clients find only whole ones."""
+        known = list(self.images.values())
+        new = [image for image in images if image not in known]
+        try:
+            for image in new:
+                image.lease()
+                for number in range(len(self.pumps)):
+                    self._add_table(number, image)
+        except BaseException:
+            for image in new:
+                self._forget(image)
+            raise
 
     def _start_pump(self, number: int) -> None:
         wanted = self._settings.pump
@@ -255,24 +270,28 @@ class DataPlane:
         """Serve what the stores hold now: what was staged meanwhile, and no more what was deleted.
 
         Clients keep what they have attached: the tables of a replaced image go with its last one.
+
+        Raises:
+            DeviceError: a new image cannot be leased; what was served before is served on.
         """
         with self._lock:
             before = list(self.images.values())
             self._collect_images()
             after = list(self.images.values())
-            for image in after:
-                for number in range(len(image.tables), len(self.pumps)):
-                    self._add_table(number, image)
             self._retired += [image for image in before if image not in after]
             self._drop_retired()
 
     def _drop_retired(self) -> None:
         for image in [each for each in self._retired if not each.clients]:
             self._retired.remove(image)
-            for pump, table in zip(self.pumps, image.tables, strict=False):
-                pump.remove_table(table)
-            self._forget_remotes(image)
-            image.release()
+            self._forget(image)
+
+    def _forget(self, image: ServedImage) -> None:
+        """Take an image from the pumps, also one that only some of them have been told of."""
+        for pump, table in zip(self.pumps, image.tables, strict=False):
+            pump.remove_table(table)
+        self._forget_remotes(image)
+        image.release()
 
     def _forget_remotes(self, image: ServedImage) -> None:
         for number in reversed(range(len(self.pumps))):
@@ -395,10 +414,13 @@ class DataPlane:
             self.images = {k: v for k, v in self.images.items() if v is not image}
             self._retired.append(image)
             self._drop_retired()
+            self._deleting.add(name)
         try:
             for tier in (*image.copies, image.striped):
                 self.store_set.delete(tier, wipe=wipe)
         finally:
+            with self._lock:
+                self._deleting.remove(name)
             self.refresh()  # it is served again if it is still there
 
     def owes_wipe(self, name: str) -> bool:
@@ -499,10 +521,13 @@ class DataPlane:
             channel = pump.add_channel(channel_fd)
             for ring, image in enumerate([*images, *images] if hints else images):
                 pump.add_ring(channel, ring, image.tables[number])
-        except (ValueError, OSError, RuntimeError) as error:
+        except Exception as error:
+            # Whatever it is: what is not undone here would be mapped and counted for ever.
             if channel is not None:
                 pump.remove_channel(channel)
             self._release(number, images)
+            if not isinstance(error, ValueError | OSError | RuntimeError):
+                raise
             raise AttachError(f"the channel cannot be served: {error}") from None
         return Attached(pump=number, channel=channel, images=tuple(images))
 
@@ -552,12 +577,12 @@ class DataPlane:
     def close(self) -> None:
         """Stop the pumps, then let go of the devices. Idempotent.
 
-        A device that does not answer is waited for briefly. Then everything stays as it is, and
-        ``stuck`` says that only the process's end frees it; until the last read has landed the
-        kernel keeps the device from whoever comes next.
+        A device or pump that does not answer is waited for briefly. Then everything stays as it
+        is, and ``stuck`` says that only the process's end frees it; until the last read has landed
+        the kernel keeps the device from whoever comes next.
         """
         for pump in self.pumps:
-            self.stuck |= not pump.stop(STOP_MS)
+            self.stuck |= not _stop(pump)
         if self.stuck:
             return
         self.pumps.clear()
@@ -566,6 +591,18 @@ class DataPlane:
         for store in self.stores:
             store.close()
         self.stores.clear()
+
+
+def _stop(pump: Any) -> bool:
+    """Stop a pump; False if reads are left, or if it stands still.
+
+    In a thread, for a client that was just being added to a pump that stands still has its lock.
+    """
+    ended: list[bool] = []
+    thread = threading.Thread(target=lambda: ended.append(pump.stop(STOP_MS)), daemon=True)
+    thread.start()
+    thread.join(2 * STOP_MS / 1000)
+    return ended == [True]
 
 
 def _placed(placement: dict[str, Any] | None, window: float | None) -> dict[str, Any] | None:

@@ -224,9 +224,12 @@ class Store:
 
     @property
     def free_pages(self) -> int:
-        """Pages that can be allocated now, in whole units of 512."""
-        with self._lock:
-            return sum(end - start for start, end in self._free()) // PAGE_BYTES
+        """Pages that can be allocated now, in whole units of 512.
+
+        Never waits: the daemon's event loop asks, and a commit holds the lock for as long as its
+        device takes. Beside a commit it may count what that is just giving up.
+        """
+        return sum(end - start for start, end in self._free()) // PAGE_BYTES
 
     def pages_after_dropping(self, name: str) -> int:
         """Pages that dropping an image would free: none while a reader holds a lease on it."""
@@ -272,8 +275,9 @@ class Store:
         )
 
     def _free(self) -> list[tuple[int, int]]:
-        used = [occupied(extent) for extent in self._table.all_extents()]
-        used += [occupied(extent) for extent in self._pending]
+        # In this order: what a commit takes into the table leaves the list only after that.
+        used = [occupied(extent) for extent in self._pending.copy()]
+        used += [occupied(extent) for extent in self._table.all_extents()]
         used += self.device.leased_ranges(self._areas.data_start, self._areas.data_end)
         return free_ranges(self._areas, used)
 

@@ -19,6 +19,7 @@
 #include <utility>
 
 #include "channel.h"
+#include "patience.h"
 #include "pump.h"
 #include "reader_played.h"
 #include "reader_sim.h"
@@ -32,10 +33,6 @@ void require(bool condition, const std::string& what) {
 
 [[noreturn]] void refuse_system(const char* what) {
     throw std::system_error(errno, std::generic_category(), what);
-}
-
-std::uint64_t deadline_of(std::uint64_t timeout_ns) {
-    return timeout_ns == kForever ? kForever : monotonic_ns() + timeout_ns;
 }
 
 void require_range(const char* name, std::uint32_t value, std::uint32_t low, std::uint32_t high) {
@@ -219,8 +216,12 @@ bool Pump::stop(std::uint64_t timeout_ns) {
         }
     }
     // All of them first, so that one that hangs does not keep the others from being let go of.
-    for (const std::uint32_t number : open)
-        if (drain(number, 0)) forget_channel(number);
+    for (const std::uint32_t number : open) {
+        if (drain(number, 0))
+            forget_channel(number);
+        else if (monotonic_ns() - kLookNs > deadline)
+            return false;  // it stands still
+    }
     for (const std::uint32_t number : open) {
         if (!drain(number, deadline)) return false;
         forget_channel(number);
@@ -228,13 +229,16 @@ bool Pump::stop(std::uint64_t timeout_ns) {
     {
         const std::lock_guard control(control_mutex_);
         if (ended_) return true;  // by another caller
-        ended_ = true;
         // The descriptors go now, not with this object: somebody may wait for the device.
-        call([this] {
-            for (std::uint32_t device = 0; device < kDevicesMax; ++device)
-                if (devices_[device].used()) reader_->remove_device(device);
-            return Progress::finished;
-        });
+        const bool removed = call(
+            [this] {
+                for (std::uint32_t device = 0; device < kDevicesMax; ++device)
+                    if (devices_[device].used()) reader_->remove_device(device);
+                return Progress::finished;
+            },
+            patience_until(deadline));
+        if (!removed) return false;
+        ended_ = true;
         close_devices();
     }
     exit_.store(true, std::memory_order_release);
@@ -499,12 +503,12 @@ bool Pump::remove_channel(std::uint32_t channel, std::uint64_t timeout_ns) {
 // False if the deadline passed first. What was begun goes on with the next call.
 bool Pump::drain(std::uint32_t channel, std::uint64_t deadline_ns) {
     bool drained = false;
-    call([&] {
+    const auto step = [&] {
         const Progress progress = drain_channel(channel);
         drained = progress == Progress::finished;
         return monotonic_ns() >= deadline_ns ? Progress::finished : progress;
-    });
-    return drained;
+    };
+    return call(step, patience_until(deadline_ns)) && drained;
 }
 
 // On the pump's thread: finished once no ring of the channel is left there.
