@@ -126,6 +126,23 @@ def test_a_stop_does_not_wait_for_a_pump_that_stands_still(node: Node, tmp_path:
     assert not leftovers(node)
 
 
+def test_a_stop_does_not_wait_for_a_disk_that_does_not_answer(node: Node, tmp_path: Path) -> None:
+    hanging = tmp_path / "hanging"
+    hanging.mkdir()
+    os.mkfifo(hanging / "model.safetensors")
+    body = json.dumps({"kind": "stage", "checkpoint": str(hanging)})
+    with running(node) as daemon, socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(str(node.api_socket))
+        sock.sendall(
+            b"POST /v1/jobs HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\n"
+            + f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
+        )
+        # Two, one after the other: by then that request has been taken up.
+        assert [status for status, *_ in ask(node, *[("GET", "/healthz")] * 2)] == [200, 200]
+        assert daemon.stop() == 0
+    assert not leftovers(node)
+
+
 def first_image(node: Node) -> Any:
     with Store.open(node.device, write=False) as store:
         return store.images[0].info

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import shutil
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +16,7 @@ from tests import checkpoints
 from tests.daemons import make_node
 from tests.rest import Rest, serving
 from tierd.api import parse, server, streams
+from tierd.api.common import JUDGES
 from tierd.api.limits import CALLERS_MAX, Limits
 from tierd.daemon import hub
 
@@ -223,3 +226,50 @@ async def test_a_listener_whose_queue_is_full_is_closed() -> None:
         got.append(event["id"])
     assert got == list(range(hub.QUEUE_MAX - 1))
     assert listener.overrun
+
+
+# --- disks that do not answer --------------------------------------------------------------------
+
+
+async def test_history_that_hangs_holds_up_only_its_readers(
+    device: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(device, tmp_path, **{"api.requests_per_s": 1000}) as rest:
+        answers, events = threading.Event(), rest.daemon.catalog.events
+        monkeypatch.setattr(
+            rest.daemon.catalog, "events", lambda *words: answers.wait(60) and events(*words)
+        )
+        readers = [asyncio.create_task(rest.get("/v1/events")) for _ in range(40)]
+        for path in ("/healthz", "/readyz", "/v1/status", "/metrics"):
+            await rest.get(path)
+        window = {"placements": [{"image": "v41/layers.1.engram", "window_us": 5.0}]}
+        status, _, _ = await rest.answer("PATCH", "/v1/placements", json=window)
+        assert status == 200
+        assert not any(reader.done() for reader in readers)
+        answers.set()
+        for reader in readers:
+            assert "events" in await reader
+
+
+async def test_a_checkpoint_that_hangs_holds_up_no_other_edit(device: Path, tmp_path: Path) -> None:
+    hanging = tmp_path / "hanging"
+    hanging.mkdir()
+    os.mkfifo(hanging / "model.safetensors")
+    asked = {"kind": "stage", "checkpoint": str(hanging)}
+    async with serving(device, tmp_path) as rest:
+        posts = [asyncio.create_task(rest.answer("POST", "/v1/jobs", json=asked)) for _ in range(3)]
+        # Two are looked at, in open(2), and one waits.
+        await rest.until(lambda: rest.app[JUDGES]._work_queue.qsize() == 1)
+        window = {"placements": [{"image": "v41/layers.1.engram", "window_us": 5.0}]}
+        status, _, _ = await rest.answer("PATCH", "/v1/placements", json=window)
+        assert status == 200
+        status, _, _ = await rest.answer("DELETE", "/v1/images/v41/layers.1.engram?dry_run=true")
+        assert status == 200
+        assert not any(post.done() for post in posts)
+        while not all(post.done() for post in posts):  # who opens it for writing ends that
+            with contextlib.suppress(OSError):
+                os.close(os.open(hanging / "model.safetensors", os.O_WRONLY | os.O_NONBLOCK))
+            await asyncio.sleep(0.001)
+        for post in posts:
+            status, _, _ = await post
+            assert status >= 400

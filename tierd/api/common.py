@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 DAEMON = web.AppKey("daemon", Daemon)
 # Held by an edit from its If-Match check to its end, so that no other comes between.
 EDITS = web.AppKey("edits", asyncio.Lock)
+# Look at requests for jobs, which takes as long as the file system of a checkpoint does.
+JUDGES = web.AppKey("judges", ThreadPoolExecutor)
 
 
 def reply(model: BaseModel) -> web.Response:

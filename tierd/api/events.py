@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
@@ -15,7 +16,7 @@ from tierd.api.streams import stream
 from tierd.catalog import READ_MAX
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Callable
 
     from aiohttp import web
 
@@ -62,8 +63,16 @@ def _last_seen(call: Call) -> int | None:
 
 async def _read(daemon: Daemon, query: EventsQuery, after: int) -> list[dict[str, Any]]:
     # What has happened by now is to be seen, unless the disk is too slow for that.
-    await asyncio.to_thread(daemon.catalog.flush, FLUSH_S)
-    return await asyncio.to_thread(daemon.catalog.events, query.limit, query.kind, after)
+    await _ask(daemon, daemon.catalog.flush, FLUSH_S)
+    read = daemon.catalog.events
+    rows: list[dict[str, Any]] = await _ask(daemon, read, query.limit, query.kind, after)
+    return rows
+
+
+async def _ask(daemon: Daemon, read: Callable[..., Any], *words: Any, **more: Any) -> Any:
+    """Read history in the thread that is there for it: its disk may never answer."""
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(daemon.history, functools.partial(read, *words, **more))
 
 
 async def _follow(
@@ -92,9 +101,7 @@ async def _missed(
     if newest and newest[0]["id"] < after:
         after = 0  # of a history that is gone: everything in the present one came later
     while True:
-        rows = await asyncio.to_thread(
-            daemon.catalog.events, READ_MAX, query.kind, after, oldest=True
-        )
+        rows = await _ask(daemon, daemon.catalog.events, READ_MAX, query.kind, after, oldest=True)
         for row in rows:
             yield row
         if not rows:

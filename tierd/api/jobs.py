@@ -9,7 +9,7 @@ from pydantic import Field, RootModel
 
 from tierd.api import schemas
 from tierd.api.access import CALLER
-from tierd.api.common import EDITS, moment
+from tierd.api.common import EDITS, JUDGES, moment
 from tierd.api.parse import WHOLE, Body, Flag, Query
 from tierd.api.routing import Call, Routes
 from tierd.api.streams import stream
@@ -107,11 +107,14 @@ async def get_jobs(call: Call) -> schemas.Jobs:
 async def post_job(call: Call) -> schemas.Job | schemas.DryRun:
     """Begin a job. What cannot be done is refused at once; `Location` says where to watch it."""
     asked = call.body.root
+    # Reads headers of checkpoints. Their file system may never answer: then only those wait who ask
+    # for more jobs, neither other edits nor what else needs a thread.
+    changes, todo = await asyncio.get_running_loop().run_in_executor(
+        call.request.app[JUDGES], _judge, call.daemon, asked
+    )
+    if call.query.dry_run:
+        return schemas.DryRun(changes=changes)
     async with call.request.app[EDITS]:
-        # Reads headers of checkpoints, which may lie on a slow file system.
-        changes, todo = await asyncio.to_thread(_judge, call.daemon, asked)
-        if call.query.dry_run:
-            return schemas.DryRun(changes=changes)
         job = Job(asked.kind, asked.subject, asked.model_dump(), call.request[CALLER].name)
         return job_answer(call.daemon.jobs.submit(job, todo))
 

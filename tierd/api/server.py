@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -31,7 +32,7 @@ from tierd.api import (
     status,
 )
 from tierd.api.access import ACCESS, Access, access_middleware
-from tierd.api.common import DAEMON, EDITS
+from tierd.api.common import DAEMON, EDITS, JUDGES
 from tierd.api.doctor import EXAMINATION, Examination
 from tierd.api.limits import LIMITS, Limits, count_middleware, limits_middleware
 from tierd.api.problems import problem_middleware
@@ -51,6 +52,7 @@ log = structlog.get_logger("tierd.api")
 
 SHUTDOWN_TIMEOUT_S = 2.0
 BACKLOG = 128
+JUDGES_MAX = 2  # requests for jobs that are looked at at a time
 BODY_BYTES_MAX = 64 * 1024
 # A connection that has sent no whole request for this long is closed, also right at its start.
 IDLE_S = 15.0
@@ -93,6 +95,7 @@ def make_app(daemon: Daemon) -> web.Application:
     app[LIMITS] = Limits(settings.requests_per_s, settings.connections_max)
     app[PLACES] = Places(settings.streams_max)
     app[EXAMINATION] = Examination()
+    app[JUDGES] = ThreadPoolExecutor(JUDGES_MAX, thread_name_prefix="tierd-judge")
     app[openapi.RESOURCES] = RESOURCES
     _share(app, daemon, RESOURCES)
     pages.add_to(app)
@@ -168,6 +171,7 @@ class RestApi:
         for task in self._tasks:
             task.cancel()
         await self._stack.aclose()
+        self._app[JUDGES].shutdown(wait=False, cancel_futures=True)
 
     async def _serve(self, app: web.Application) -> Any:
         """Return a factory of protocols that serve the application."""

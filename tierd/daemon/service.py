@@ -16,8 +16,10 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
@@ -54,6 +56,7 @@ WATCH_S = 1.0
 TELL_S = 5.0
 LEAVE_S = 3.0  # for good-byes to peers
 WATCHDOG_LOOKS = 3  # in the time that systemd grants
+THREADS_END_S = 1.0  # at the end of all, for threads that are still at it
 BEATS = 8  # of the event loop in the time that the watchdog grants it
 
 
@@ -100,6 +103,7 @@ class Daemon:
         scrubber: checks every page in the background.
         watchdog: sees whether the threads still turn.
         jobs: long work.
+        history: the thread that reads history; its disk may hang, and holds nobody else up then.
         hub: who listens to events.
         exports: what other nodes read here.
         peers: other nodes whose exports are read here.
@@ -134,6 +138,9 @@ class Daemon:
         self.identity = Identity(uuid.uuid4().hex, time.time(), time.monotonic())
         self.hub = Hub()
         self.peers: list[Peer] = []
+        self.history = ThreadPoolExecutor(1, thread_name_prefix="tierd-history")
+        # Of its own: whatever else waits for a disk, it is said whether this daemon lives.
+        self._vitals = ThreadPoolExecutor(1, thread_name_prefix="tierd-vitals")
         self._make_api = make_api
         self._failed_seen: dict[tuple[int, int, int, str], int] = {}
 
@@ -148,7 +155,11 @@ class Daemon:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         loop.add_signal_handler(signal.SIGHUP, lambda: None)  # what it would read is being read
+        threads = ThreadPoolExecutor(thread_name_prefix="tierd-thread")
+        loop.set_default_executor(threads)
         async with contextlib.AsyncExitStack() as stack:
+            for each in (threads, self.history, self._vitals):
+                stack.callback(each.shutdown, wait=False, cancel_futures=True)
             await self._start(stack)
             loop.add_signal_handler(signal.SIGHUP, self.reload)
             watcher = loop.create_task(self._watch())
@@ -199,8 +210,10 @@ class Daemon:
     async def vitals(self) -> str:
         """Return "" while all threads turn, else what stands still."""
         stuck = "" if self.watchdog is None else str(self.watchdog.stuck)
-        if not stuck and not await asyncio.to_thread(self.plane.is_beating):
-            stuck = "a pump"
+        if not stuck:
+            loop = asyncio.get_running_loop()
+            beats = await loop.run_in_executor(self._vitals, self.plane.is_beating)
+            stuck = "" if beats else "a pump"
         return stuck
 
     async def _beat(self) -> None:
@@ -433,14 +446,29 @@ def serve(
     """Run a daemon in this process until it is told to stop.
 
     If a device then still holds reads, the process ends at once: nothing can be freed before it.
-    So it does when NIXL was used, whose library crashes when the interpreter takes itself apart.
+    So it does when a thread still waits for a disk, and when NIXL was used, whose library crashes
+    when the interpreter takes itself apart.
     """
     daemon = Daemon(settings, make_api, read_settings)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(daemon.run())
-    if daemon.plane.stuck or daemon.jobs.stuck or _has_nixl():
-        sys.stderr.flush()
-        os._exit(0)
+        stuck = daemon.plane.stuck or daemon.jobs.stuck or not _threads_end()
+        if stuck or _has_nixl():  # here, since the runner, too, waits for threads for ever
+            sys.stderr.flush()
+            os._exit(0)
+
+
+def _threads_end() -> bool:
+    """Wait briefly for the threads that the interpreter would wait for; False if one is left."""
+    deadline = time.monotonic() + THREADS_END_S
+    waited_for = [
+        thread
+        for thread in threading.enumerate()
+        if thread is not threading.main_thread() and not thread.daemon
+    ]
+    for thread in waited_for:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return not any(thread.is_alive() for thread in waited_for)
 
 
 def _has_nixl() -> bool:
