@@ -131,7 +131,7 @@ class RdmaPeerError(RdmaError):
 
 
 class PeerSilentError(RdmaPeerError):
-    """The peer's REST interface does not answer; its memory may be readable all the same."""
+    """The peer's REST interface does not answer now; its memory may be readable all the same."""
 
 
 class ImageError(TierdError):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from tierd.gpu import device_tables
 from tierd.gpu.audit import RowJudge
 from tierd.gpu.client import Client, list_images
 from tierd.gpu.device_audit import DeviceAudit
+from tierd.gpu.link import Link
 from tierd.gpu.tables import TableOptions
 from tierd.io import _core
 from tierd.io.store import Store
@@ -167,6 +170,33 @@ def test_the_audit_reads_past_the_path(node: Node, device: str | None) -> None:
 
 
 @pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("device", ["cpu", None])
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_table_of_peers_alone_is_not_audited(
+    node: Node,
+    device: str | None,
+    listed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Only the daemon can read what lies at peers: here the image map is made to say that."""
+    attach_link = Link.attach
+
+    def attach_without_devices(self: Link, *args: Any) -> None:
+        attach_link(self, *args)
+        for entry in self.map["images"]:
+            entry["devices"] = []
+        self.map["images"] = self.map["images"] if listed else []
+
+    monkeypatch.setattr(Link, "attach", attach_without_devices)
+    with attach(node, TableOptions(device=device, audit_every=1)) as client:
+        table = client.table("layers.1.engram")
+        assert "v41/layers.1.engram is not audited: it lies at peers" in caplog.text
+        ids = torch.arange(6)
+        np.testing.assert_array_equal(gathered(table, ids), expected(node, table, ids.numpy()))
+
+
+@pytest.mark.usefixtures("daemon")
 @pytest.mark.parametrize(
     ("ids", "text"),
     [
@@ -276,3 +306,32 @@ def test_an_oracle_that_cannot_read_is_a_fault(tmp_path: Path, node: Node) -> No
     audit = DeviceAudit(judge, 1, torch.device("cpu"), lambda: None)
     with pytest.raises(RowError, match="page of row 7 cannot be read"):
         audit.observe(torch.tensor([7]), torch.zeros(1, 256, dtype=torch.bfloat16))
+
+
+def test_an_audit_is_closed_behind_the_comparison_that_runs(node: Node) -> None:
+    """The watcher compares in its own thread; what it reads must not be closed under it."""
+    image = next(i for i in node_images(node) if i.table.name == "layers.1.engram")
+    reading, go_on = threading.Event(), threading.Event()
+    done: list[str] = []
+
+    def read(rows: np.ndarray) -> np.ndarray:
+        reading.set()
+        assert go_on.wait(20)
+        done.append("read")
+        return np.zeros((len(rows), image.table.row_bytes), np.uint8)
+
+    judge = RowJudge(image, read, owned=(0, 1000), canonical_zero=False)
+    audit = DeviceAudit(judge, 1, torch.device("cpu"), lambda: done.append("closed"))
+    good = torch.zeros(1, 256, dtype=torch.bfloat16)
+    with ThreadPoolExecutor(2) as pool:
+        observed = pool.submit(audit.observe, torch.tensor([7]), good)
+        assert reading.wait(20)
+        closed = pool.submit(audit.close)
+        while not audit._closed:
+            threading.Event().wait(0.001)
+        go_on.set()
+        observed.result(20)
+        closed.result(20)
+    assert done == ["read", "closed"]
+    audit.observe(torch.tensor([7]), good)  # as by a graph that was captured before
+    assert done == ["read", "closed"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 from tests.daemons import Daemon, Node, engram_node, running
 from tierd.api import rest_client
 from tierd.gpu.client import Client, list_images
+from tierd.gpu.link import ANSWER_TIMEOUT_S
 from tierd.io import _core
 
 if TYPE_CHECKING:
@@ -144,3 +147,21 @@ def test_false_alarms_are_harmless(daemon: Daemon, engine: Engine) -> None:
     eventually(lambda: engine.takeovers >= 50, "the guardian did not take the rings")
     eventually(engine.served_by_daemon, "the rings were not handed back")
     engine.step()
+
+
+def test_an_engine_ends_while_its_next_daemon_says_nothing(
+    node: Node, daemon: Daemon, engine: Engine
+) -> None:
+    daemon.process.kill()
+    daemon.process.wait()
+    node.engine_socket.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as mute:
+        mute.bind(str(node.engine_socket))
+        mute.listen()
+        mute.settimeout(PATIENCE_S)
+        peer, _ = mute.accept()
+        with peer, ThreadPoolExecutor(1) as pool:
+            assert b"hello" in peer.recv(4096)
+            # Less than what the keeper gives a daemon to answer.
+            pool.submit(engine.client.close).result(ANSWER_TIMEOUT_S / 2)
+    node.engine_socket.unlink()

@@ -57,6 +57,12 @@ def rows_of(node: Node, table: str, ids: np.ndarray) -> tuple[np.ndarray, int]:
         one.gather(ids, again)
         assert (out.view(torch.int16).numpy().view(np.uint16) == again).all()
         skipped = one.skipped
+        # A rank may own none of a step's ids; and no rows may go into a copy.
+        one.kick(ids[:0])
+        one.gather(ids[:0], again[:0])
+        for wrong in (np.zeros((*ids.shape, 512), np.uint16)[..., ::2], again[1:]):
+            with pytest.raises(ValueError, match=r"contiguous|shape"):
+                one.gather(ids, wrong)
         with pytest.raises(IndexError, match=str(ROWS)):
             one.kick(np.array([0, ROWS]))
         return again, skipped

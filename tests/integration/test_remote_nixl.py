@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,10 +12,14 @@ import pytest
 
 from tests.daemons import engram_node
 from tests.lab.rdma import rig
+from tierd.api import rest_client
 from tierd.io import _core
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
+
+    from tests.node import Node
 
 pytestmark = [
     pytest.mark.skipif(
@@ -31,7 +37,7 @@ def test_rows_come_over_nixl_and_the_disk_takes_over(tmp_path: Path) -> None:
     name, (info, pages) = next(iter(rig.oracle(device).items()))
     there, here = rig.node_at(tmp_path / "there", device), rig.node_at(tmp_path / "here", device)
     bare = rig.node_at(tmp_path / "bare", None)
-    rng = np.random.default_rng(3)
+    rng, stopped = np.random.default_rng(3), -1
     with rig.shown_on_failure(there, here, bare):
         exporting = rig.serve_exports(there, listen="127.0.0.1:19468", **NIXL)
         peer = "http://127.0.0.1:19468"
@@ -56,8 +62,41 @@ def test_rows_come_over_nixl_and_the_disk_takes_over(tmp_path: Path) -> None:
             rig.until(lambda: rig.all_linked(here) and rig.all_linked(bare))
             assert other.right(rng)
             assert one.right(rng)
+            # Withdrawn while it is read: NIXL's engine answers from memory that is there still.
+            with reading_on(one, rng) as statuses:
+                rest_client.change(there.api_socket, "DELETE", f"/v1/images/{name}")
+                rig.until(lambda: len(rig.rest(there, "/v1/exports")["exports"]) == 1)
+                rig.until(lambda: not linked(here, name))
+                assert exporting.process.poll() is None
+                stopped = exporting.stop()
+            assert set(statuses) == {True}  # from the disk
             one.close()
             other.close()
         finally:
-            codes = [daemon.stop() for daemon in (reading, alone, exporting)]
-    assert codes == [0, 0, 0]
+            codes = [daemon.stop() for daemon in (reading, alone)]
+            exporting.kill()  # if it has not been stopped
+    assert [*codes, stopped] == [0, 0, 0]
+
+
+@contextlib.contextmanager
+def reading_on(client: rig.Client, rng: np.random.Generator) -> Iterator[list[bool]]:
+    """Read all the time, and note whether all was right."""
+    over, seen = threading.Event(), []
+
+    def read() -> None:
+        while not over.is_set():
+            seen.append(client.right(rng))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        thread.join()
+
+
+def linked(node: Node, name: str) -> bool:
+    placements = rig.rest(node, "/v1/placements")["placements"]
+    (tiers,) = (p["tiers"] for p in placements if p["image"] == name)
+    return any(tier["linked"] for tier in tiers)

@@ -144,6 +144,7 @@ REFUSALS = {
     "disable_mmap": "disable_mmap=True reads whole shards into memory",
     "other model": r"\(model gemma3n\) has gemma3n/layers.0.per_layer, but staged from other data "
     "than .*gemma4 holds .*run: tierd stage",
+    "state_dict": "state_dict holds model.embed_tokens_per_layer.weight, a table.*set TIERD_MODEL",
     "cache rows": "TIERD_CACHE_ROWS='many' is not a number of rows",
     "changed": "gemma4/layers.0.per_layer.*but staged from other data than .*changed holds",
     "not staged": r"\(model v41\) has no image of table layers.0.ple of .*qwen-not-staged; "
@@ -170,6 +171,11 @@ def test_refused_in_one_line(case: str, hooked: Hooked) -> None:
 def test_copies_and_named_models_read_the_same_rows(hooked: Hooked) -> None:
     assert hooked.found["copied"] is True
     assert hooked.found["named"] is True
+
+
+def test_a_copy_is_cast_alone(hooked: Hooked) -> None:
+    assert hooked.found["copy cast"] is True
+    assert hooked.found["original kept"] is True
 
 
 def test_threads_share_a_model(hooked: Hooked) -> None:

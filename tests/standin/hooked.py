@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import os
 import shutil
@@ -101,6 +102,16 @@ def casts_are_done_one_by_one(checkpoints: Path) -> None:
     found["cast one by one"] = bool((served == exact.to(torch.float16).float()).all())
 
 
+def copies_are_cast_alone(checkpoints: Path) -> None:
+    """What is done to a copy of a model does not round the rows of the original."""
+    model = AutoModel.from_pretrained(checkpoints / "gemma3n")
+    row = torch.tensor([models.SMALL_ROW])
+    before = model.model.embed_tokens_per_layer(row)
+    copied = copy.deepcopy(model).to(torch.float16).to(torch.bfloat16)
+    found["original kept"] = torch.equal(model.model.embed_tokens_per_layer(row), before)
+    found["copy cast"] = not torch.equal(copied.model.embed_tokens_per_layer(row), before)
+
+
 def bits(values: torch.Tensor) -> np.ndarray:
     assert values.dtype == torch.bfloat16
     return values.view(torch.int16).numpy().view(np.uint16)
@@ -152,6 +163,11 @@ def refusals(checkpoints: Path, scratch: Path) -> None:
     refused("disable_mmap", lambda: AutoModel.from_pretrained(gemma, disable_mmap=True))
     with environment("TIERD_MODEL", "gemma3n"):
         refused("other model", lambda: AutoModel.from_pretrained(gemma))
+    with environment("TIERD_MODEL", "gemma4"):
+        given = {"model.embed_tokens_per_layer.weight": torch.zeros(512, 96)}
+        gemma_class = transformers.Gemma4ForCausalLM
+        load = functools.partial(gemma_class.from_pretrained, None, config=config)
+        refused("state_dict", lambda: load(state_dict=given))
     with environment("TIERD_CACHE_ROWS", "many"):
         refused("cache rows", lambda: AutoModel.from_pretrained(gemma))
     refused("changed", lambda: AutoModel.from_pretrained(changed(gemma, scratch / "changed")))
@@ -232,6 +248,7 @@ def main(checkpoints: Path, scratch: Path) -> None:
         tables_are_gone(checkpoints)
         rows_equal_the_oracle(checkpoints)
         casts_are_done_one_by_one(checkpoints)
+        copies_are_cast_alone(checkpoints)
         kicks_are_used(checkpoints)
     threads_share_a_model(checkpoints)
     refusals(checkpoints, scratch)

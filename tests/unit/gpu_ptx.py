@@ -51,7 +51,7 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], **types: str) -> Any:
 
 def kernels() -> dict[str, Any]:
     """Every kernel that ships in a graph, in V4.1's shapes."""
-    gather = {**GEOMETRY, "DIM": 256, "ROWS": 2, "CANONICAL": False}
+    gather = {**GEOMETRY, "DIM": 256, "ROWS": 2, "CANONICAL": False, "LOSSY": False}
     dram = {"ROWS_PER_PAGE": 15, "ROW_WORDS": 66, "DIM": 256, "GROUPS": 8, "ROWS": 2}
     kick = {**GEOMETRY, "DRAIN": True}
     look = {"ROWS": 4, "LOSSY": False}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import select
 import shutil
 import socket
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tests.daemons import engram_node
 from tests.rest import Rest, serving
 from tierd.config import load
 from tierd.daemon import exports as exporting_side
@@ -36,6 +38,12 @@ PATIENCE_S = 20.0
 TOKEN = "p" * 32
 TIMEOUT_NS = 2_000_000_000
 OK = int(_core.protocol.Status.ok)
+
+
+def staged_device(directory: Path) -> Iterator[Path]:
+    """A device with two tables, for a module."""
+    yield engram_node(directory, rows=300).device
+    gc.collect()  # links and pumps go now, not while another test counts descriptors
 
 
 def secret(path: Path, text: str) -> str:
@@ -74,6 +82,7 @@ class Exporter:
 
     kind = "nixl"
     linger_s = 0.0
+    gone = False
 
     def __init__(self) -> None:
         self.regions: list[Region] = []
@@ -89,6 +98,9 @@ class Exporter:
     def accept(self, asked: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         assert asked["links"] == []
         return [], {"agent": "played"}
+
+    def is_gone(self) -> bool:
+        return self.gone
 
     def close(self) -> None:
         self.closed = True
@@ -220,7 +232,7 @@ class Reading:
         )
 
     def close(self) -> None:
-        self.peer.stop()
+        self.peer.stop(PATIENCE_S)
         self.plane.close()
 
 

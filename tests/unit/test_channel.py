@@ -246,6 +246,24 @@ def test_one_good_answer_of_two_is_enough() -> None:
         client.retire(sequence)
 
 
+@pytest.mark.parametrize("guardian", [False, True])
+@pytest.mark.parametrize("first", [(1 << 31) - 3, (1 << 32) - 12])
+def test_a_server_that_never_answered_is_not_waited_for(first: int, guardian: bool) -> None:
+    """Its level of 0 is ahead of half of all sequences, and near those around 2^32."""
+    channel = make_channel()
+    client = _core.RingClient(channel, 0, -1, first_sequence=first)
+    silent = p.OFFSET_DONE_D if guardian else p.OFFSET_DONE_G
+    channel.control(0)[silent : silent + 4].view(np.uint32)[0] = 0
+    for ahead in range(1, 24):
+        sequence = (first + ahead) % (1 << 32)
+        assert publish(client, np.zeros(1, np.uint32)) == sequence
+        with pytest.raises(TimeoutError, match=f"no answer to request {sequence}"):
+            client.wait(sequence, 0)
+        answer(channel, sequence, guardian=guardian)
+        assert client.wait(sequence, SECOND) == p.Status.ok
+        client.retire(sequence)
+
+
 def test_wait_times_out_and_is_woken() -> None:
     channel = make_channel()
     client = _core.RingClient(channel, 0, -1, spin_us=0)

@@ -179,6 +179,34 @@ def test_ids_that_change_after_the_kick(engine: GpuEngine, image: Image) -> None
         engine.gather(0, ids)
 
 
+def test_a_row_of_another_rank_that_becomes_ones_own(image: Image) -> None:
+    """It was not looked up, so serving it as +0 would be wrong."""
+    with GpuEngine(None, [image], quota=8, row_hi=30) as engine:
+        ids = torch.arange(40, 44)
+        engine.tables[0].kick(ids)
+        assert not engine.gather(0, ids).any()
+        engine.tables[0].kick(ids)
+        ids[1] = 30  # still another's
+        assert not engine.gather(0, ids).any()
+        engine.tables[0].kick(ids)
+        ids[2] = 29
+        with pytest.raises(RowError, match="row 29: the row numbers changed"):
+            engine.gather(0, ids)
+
+
+@pytest.mark.parametrize("row_format", ["e4m3_e8m0", "bf16"])
+def test_a_gather_that_no_kick_has_served(row_format: str) -> None:
+    """As of a graph that holds a gather alone, replayed first."""
+    stored = random_rows(ROWS, DIM, row_format, np.random.default_rng(6))
+    decoded = expected(stored, DIM, row_format)
+    image = Image(78, 1, DIM, row_format, stored, decoded, 0, 0, -1)
+    with GpuEngine(None, [image], quota=8) as engine:
+        ids = torch.arange(4)
+        engine.tables[0]._kicked = ids
+        with pytest.raises(RowError, match="row 3: the row numbers changed"):
+            engine.gather(0, ids)
+
+
 def test_request_zero_is_not_answered_by_words_never_written(image: Image) -> None:
     """Sequence 2^32 has the low bits of a status word that is all zeroes."""
     with GpuEngine(None, [image], quota=8, first_sequence=(1 << 32) - 1) as engine:

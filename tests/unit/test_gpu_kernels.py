@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import gpu_rig  # first: it decides that kernels are interpreted
@@ -171,6 +172,17 @@ def test_rows_that_no_trace_saw_are_zero_and_not_read(rig: Rig) -> None:
             engine.step(0, np.array([image.rows]))
 
 
+def test_a_seen_set_that_was_replaced_is_kept(rig: Rig) -> None:
+    """A graph that was captured with it reads its memory whenever it is replayed."""
+    image = rig.images[0]
+    with GpuEngine(rig, [image]) as engine:
+        table = engine.tables[0]
+        table.skip_unseen(seen.empty(image.rows))
+        first = weakref.ref(table._seen)
+        table.skip_unseen(seen.empty(image.rows))
+        assert first() is not None
+
+
 def test_ids_that_were_not_kicked_are_demanded(rig: Rig) -> None:
     image = rig.images[0]
     with GpuEngine(rig, [image]) as engine:
@@ -300,6 +312,20 @@ def test_a_large_kick_starts_what_the_arena_has_room_for(rig: Rig) -> None:
         stats = table.stats()
         assert stats["published"] >= 3
         assert stats["failed"] == 0
+
+
+def test_a_kick_never_starts_what_has_to_wait_for_a_gather(rig: Rig) -> None:
+    """On a GPU the gather's stream waits for the kick; one part is then as much as may start."""
+    image = rig.images[0]
+    with GpuEngine(rig, [image], rows_max=8, arena_pages=12) as engine:
+        table = engine.tables[0]
+        table._ahead = 2  # as on a GPU
+        ids = torch.arange(20)
+        table.kick(ids)
+        assert table._parts is not None
+        assert len(table._parts.events) == 1
+        table._ahead = 1  # the interpreter runs one thing at a time
+        np.testing.assert_array_equal(engine.gather(0, ids), image.decoded[:20])
 
 
 def test_warm_rows_are_hits(rig: Rig) -> None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import threading
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from tierd import hook
 from tierd.errors import HookError
 from tierd.gpu import client
-from tierd.hook import autostart, imports, settings
+from tierd.hook import autostart, imports, rows, settings
 from tierd.hook import transformers as adapter
+from tierd.types import TableKind
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -166,3 +170,32 @@ def test_a_release_that_loads_in_another_way() -> None:
     module: Any = type("module", (), {"PreTrainedModel": Base})
     with pytest.raises(HookError, match="loads models in a way that tierd does not know"):
         adapter.patch_base(module)
+
+
+class _Cuda(str):
+    """A place that passes for a GPU and takes tensors of this machine's memory."""
+
+    __slots__ = ()
+    type = "cuda"
+
+
+def test_calls_of_threads_are_kept_apart_on_a_gpu() -> None:
+    """A table of a GPU is for one thread at a time, so its client's lock is held over each call."""
+    called: list[str] = []
+    there: Any = SimpleNamespace(lock=threading.Lock())
+
+    def note(name: str) -> None:
+        assert there.lock.locked()
+        called.append(name)
+
+    table = SimpleNamespace(kick=lambda _: note("kick"), gather=lambda *_: note("gather"))
+    there.table = lambda *_: table
+    stand_in = rows.TableStandIn(TableKind.PER_LAYER, [0], 10, 4)
+    attached: Any = SimpleNamespace(lock=threading.Lock(), on=lambda _: there)
+    stand_in._attached, stand_in._pid = attached, os.getpid()
+    like: Any = SimpleNamespace(device=_Cuda("cpu"))
+    ids = torch.arange(3)
+    stand_in.kick(ids, like)
+    assert stand_in.gather(ids, like).shape == (3, 4)
+    assert called == ["kick", "gather"]
+    assert not there.lock.locked()

@@ -297,3 +297,35 @@ def test_without_memlock_reads_are_plain_and_say_why() -> None:
     assert "fixed buffers refused (ENOMEM)" in stats["transport_reason"]
     assert "RLIMIT_MEMLOCK is 64 KiB; raise LimitMEMLOCK=" in stats["transport_reason"]
     assert stats["pages"] == 3
+
+
+ENGINE = """
+import gc
+import sys
+from pathlib import Path
+
+from tests.unit.pump_rig import Image, Served
+from tierd.gpu import keeper
+
+keeper.STOP_MS = 50
+# Its read comes back after 15 minutes.
+served = Served(Path(sys.argv[1]), Image.make(50), transport="threads", play_base_us=900e6)
+client = served.client()
+client.publish([3])
+while not served.pump.stats()["in_flight"]:
+    pass
+keeper.end_guardian(served.pump)
+del served.pump
+gc.collect()
+"""
+
+
+def test_an_engine_ends_although_a_read_of_its_guardian_hangs(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    subprocess.run(
+        [sys.executable, "-c", ENGINE, str(tmp_path / "image")],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        check=True,
+        timeout=50,
+    )

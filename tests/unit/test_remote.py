@@ -16,10 +16,11 @@ from tests import checkpoints
 from tests.daemons import make_node
 from tests.rest import serving
 from tests.unit.pump_rig import Client, Image, Served
+from tests.unit.remote_rig import exporting, secret
 from tierd.config import load
 from tierd.daemon.plane import DataPlane
 from tierd.daemon.remote_tiers import difference
-from tierd.errors import ConfigError, ImageError, RdmaMissingError, RdmaPeerError
+from tierd.errors import ConfigError, ImageError, RdmaMissingError, RdmaPeerError, RdmaPortError
 from tierd.io import _core, exports, verbs
 from tierd.io.store import Store
 from tierd.io.store_set import StoreSet
@@ -112,6 +113,43 @@ def test_a_machine_without_rdma_says_so() -> None:
         verbs.find_port()
 
 
+def test_the_first_port_that_can_be_used_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not one without a GID, not iWARP, and no GID that a queue pair cannot name."""
+
+    def device(name: str, *gids: int, node: str = "1: CA") -> dict[str, Any]:
+        folder = tmp_path / name / "ports/1"
+        (folder / "gids").mkdir(parents=True)
+        (folder / "gid_attrs/types").mkdir(parents=True)
+        (tmp_path / name / "node_type").write_text(node + "\n")
+        for index in gids:
+            text = ":".join((V4 % 1)[at : at + 4] for at in range(0, 32, 4))
+            (folder / f"gids/{index}").write_text(text + "\n")
+            (folder / f"gid_attrs/types/{index}").write_text("RoCE v2\n")
+        each = {"port": 1, "state": "active", "link_layer": "Ethernet", "mtu": 4096, "lid": 0}
+        depth = {"read_depth_in": 16, "read_depth_out": 16}
+        return {"name": name, "trouble": "", "ports": [each], **depth}
+
+    found = [device("siw0", 1, node="4: RNIC"), device("bare"), device("far", 900)]
+    monkeypatch.setattr(verbs, "CLASS", tmp_path)
+    monkeypatch.setattr(verbs, "devices", lambda: found)
+    read = verbs.read_gids
+    monkeypatch.setattr(verbs, "read_gids", lambda name, one: read(name, one, sys_=tmp_path))
+    with pytest.raises(RdmaPortError, match="siw0 is iWARP"):
+        verbs.find_port()
+    with pytest.raises(RdmaPortError, match="far port 1 has no GID"):
+        verbs.find_port("far")
+    found.append(device("good", 3, 900))
+    good = verbs.find_port()
+    assert (good.device, [one.index for one in good.gids]) == ("good", [3])
+
+
+def test_a_peer_is_told_as_many_gids_as_it_takes() -> None:
+    many = port(*(gid(index, "ipv6", host=index % 200) for index in range(256)), gid(256, "ipv4"))
+    assert len(many.to_json()["gids"]) == verbs.GIDS_MAX
+
+
 # --- configuration --------------------------------------------------------------------------------
 
 
@@ -125,6 +163,7 @@ def test_a_machine_without_rdma_says_so() -> None:
         ({"remote.peers": ["http://a:1"], "remote.token_file": "/t"}, "in the clear; use https"),
         ({"remote.peers": ["https://a:1"] * 2, "remote.token_file": "/t"}, "twice"),
         ({"remote.queue_pairs": 0}, "remote.queue_pairs"),
+        ({"remote.gid_index": 256}, "remote.gid_index"),
     ],
 )
 def test_configurations_that_cannot_work(given: dict[str, Any], text: str) -> None:
@@ -309,12 +348,6 @@ def test_a_pump_without_remote_tables_has_no_remote_devices(tmp_path: Path) -> N
 # --- REST -----------------------------------------------------------------------------------------
 
 
-def secret(path: Path, text: str) -> str:
-    path.write_text(text)
-    path.chmod(0o600)
-    return str(path)
-
-
 PEER = {"Authorization": "Bearer " + "p" * 32}
 SESSION = {
     "version": 1,
@@ -322,15 +355,6 @@ SESSION = {
     "port": port(gid(1, "ipv4")).to_json(),
     "links": [[[17, 1]]],
 }
-
-
-def exporting(tmp_path: Path) -> dict[str, Any]:
-    return {
-        "api.listen": "127.0.0.1:0",
-        "api.token_file": secret(tmp_path / "admin", "a" * 32),
-        "exports.images": ["v41/*"],
-        "exports.token_file": secret(tmp_path / "peers", "p" * 32),
-    }
 
 
 async def test_the_token_of_peers_opens_exports_and_nothing_else(
@@ -412,7 +436,7 @@ def test_what_only_peers_hold_is_served_and_cannot_be_changed_here(
         with pytest.raises(ImageError, match="lies on no device here"):
             plane.place({offered.name: 5.0})
         newer = dataclasses.replace(offered, generation=offered.generation + 1)
-        (tier,) = plane.remote_tiers("https://node2:9468", [newer]).values()
+        ((tier,),) = plane.remote_tiers("https://node2:9468", [newer]).values()
         assert plane.find(newer.image_id, newer.generation).remotes == {tier.peer: tier}
         other = dataclasses.replace(newer, image_id=5)
         assert plane.remote_tiers("https://node2:9468", [other]) == {}

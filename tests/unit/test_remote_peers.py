@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.daemons import engram_node
 from tests.unit import remote_rig as rig
 from tierd.daemon import remotes
-from tierd.errors import PeerSilentError, RdmaPortError
+from tierd.errors import PeerSilentError, RdmaPeerError, RdmaPortError
 from tierd.io import verbs
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Iterator
     from pathlib import Path
 
 
 @pytest.fixture(scope="module")
-def staged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return engram_node(tmp_path_factory.mktemp("peers"), rows=300).device
+def staged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield from rig.staged_device(tmp_path_factory.mktemp("peers"))
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ def here(staged: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remotes, "BACKOFF_S", (0.01, 0.02))
+    monkeypatch.setattr(remotes, "BACKOFF_S", (0.005, 0.02))
     monkeypatch.setattr(remotes, "RENEW_S", 0.05)
     monkeypatch.setattr(remotes, "LOOK_S", 0.01)
 
@@ -52,7 +54,7 @@ async def test_pages_come_from_the_peer(
         assert engine.read([0, 1, 2]) == rig.OK
         assert reading.plane.stats()[0]["passed_over"] == 0
         engine.close()
-        reading.close()
+        await asyncio.to_thread(reading.close)
         assert [what for what, *_ in reading.events] == ["peer_up", "peer_down"]
 
 
@@ -175,6 +177,117 @@ def test_a_peer_that_drips_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> N
         asking.join(rig.PATIENCE_S)
         assert not asking.is_alive()
         assert "does not answer: " in told[0]
+
+
+def test_stopping_waits_for_no_peer_for_long(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reached, answer = threading.Event(), threading.Event()
+
+    def hangs(_: Any) -> Any:  # as a resolver may
+        reached.set()
+        answer.wait(rig.PATIENCE_S)
+        raise OSError("at last")
+
+    monkeypatch.setattr("tierd.daemon.remotes.http.client.HTTPConnection.connect", hangs)
+    reading = rig.Reading(monkeypatch, here, "http://127.0.0.1:9")
+    assert reached.wait(rig.PATIENCE_S)
+    reading.peer.stop(0.01)
+    assert reading.peer._thread.is_alive()
+    answer.set()
+    reading.close()
+    assert not reading.peer._thread.is_alive()
+
+
+def test_no_good_bye_is_said_to_a_peer_that_was_silent(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remotes, "SILENT_S", 0.1)
+    session = json.dumps({"session": "a", "revision": 1, "agent": "played", "images": []})
+    with rig.played(rig.says(201, session.encode()), lambda _: None) as peer:
+        reading = rig.Reading(monkeypatch, here, peer.url)
+        until(lambda: peer.asked.count("POST") >= 2)
+        assert "DELETE" not in peer.asked
+        assert "does not answer" in reading.peer.reason
+        reading.close()
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_busy_peer_is_read_on(here: Path, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    session = json.dumps({"session": "a", "revision": 1, "agent": "played", "images": []})
+    busy = rig.says(status, b'{"detail": "later"}')
+    renewed = rig.says(200, b'{"lease_s": 10.0, "revision": 1}')
+    with rig.played(rig.says(201, session.encode()), busy, renewed) as peer:
+        reading = rig.Reading(monkeypatch, here, peer.url)
+        until(lambda: peer.asked.count("PUT") >= 3)
+        assert peer.asked.count("POST") == 1
+        reading.close()
+
+
+def test_what_a_peer_says_is_kept_as_one_short_line() -> None:
+    said = json.dumps({"detail": "no\nentry \x1b[31m" + "x" * 10_000}).encode()
+    with (
+        rig.played(rig.says(409, said)) as peer,
+        pytest.raises(RdmaPeerError, match=r"refuses \(409\): no entry  \[31mx+$") as caught,
+    ):
+        remotes.Caller(peer.url, rig.TOKEN, "").ask("GET", "/v1/exports")
+    assert len(str(caught.value)) < 500
+
+
+# --- links ----------------------------------------------------------------------------------------
+
+
+def test_a_link_that_fails_at_once_is_made_anew_ever_later(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Connecting and probing may go well where reading does not."""
+    pauses: list[float] = []
+    answer = {"session": "a", "revision": 1, "agent": "played", "images": []}
+    with rig.played(rig.says(201, json.dumps(answer).encode())) as peer:
+        reading = rig.Reading(monkeypatch, here, peer.url)
+        wait = reading.peer._stop.wait
+
+        def waits(seconds: float) -> bool:
+            if seconds == remotes.LOOK_S:  # it looks at its links
+                reading.plane.pumps[0].drop_link(reading.readers[-1].links[0], "a flap")
+            else:
+                pauses.append(seconds)
+            return wait(0)
+
+        monkeypatch.setattr(reading.peer._stop, "wait", waits)
+        until(lambda: len(pauses) >= 5)
+        reading.close()
+    assert pauses[-1] == remotes.BACKOFF_S[1]
+
+
+async def test_every_way_to_a_peer_is_tried_before_it_is_used(
+    there: Path, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: rig.Reader, page: tuple[int, int]) -> None:
+        raise RdmaPeerError(f"no page {page[0]}")
+
+    async with rig.exporting_node(monkeypatch, there, tmp_path) as rest:
+        with monkeypatch.context() as patched:
+            patched.setattr(rig.Reader, "try_ways", broken)
+            reading = rig.Reading(monkeypatch, here, rig.address(rest))
+            await rest.until(lambda: reading.peer.reason == "no page 0")
+            assert not reading.linked()
+        await rest.until(reading.linked)
+        await asyncio.to_thread(reading.close)
+
+
+def test_memory_that_a_link_may_not_read_into_is_told_and_the_rest_read_on(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = {"session": "a", "revision": 1, "agent": "played", "images": []}
+    with rig.played(rig.says(201, json.dumps(answer).encode())) as peer:
+        reading = rig.Reading(monkeypatch, here, peer.url)
+        until(lambda: reading.peer.up)
+        (reader,) = reading.readers
+        real = reader.links
+        reader.links = [SimpleNamespace(up=True, failure="", trouble="RLIMIT_MEMLOCK is 64 KiB")]
+        until(lambda: reading.peer.reason == "RLIMIT_MEMLOCK is 64 KiB")
+        assert reading.peer.up
+        reader.links = real
+        reading.close()
 
 
 def until(condition: Any) -> None:

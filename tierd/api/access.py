@@ -13,16 +13,15 @@ import grp
 import hmac
 import os
 import socket
-import stat
 import struct
 import time
 from http import HTTPStatus
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
 from tierd.api.problems import Problem
+from tierd.daemon.tokens import read_token
 from tierd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _SO_PEERGROUPS = 59
 _GROUPS_MAX = 256  # as many as Python lets getsockopt return
-TOKEN_BYTES_MIN = 16
 KEY_LASTS_S = 30 * 86_400  # a page that is kept open all day, for a month
 _KEY_PREFIX = "read."
 
@@ -64,8 +62,8 @@ class Access:
         """Read the token and look the group up.
 
         Raises:
-            ConfigError: the token file can be read by others, is missing or too short, or there
-                is no such group.
+            ConfigError: a token file can be read by others, is missing or too short, both hold
+                one token, or there is no such group.
         """
         self._group = _group_id(settings.admin_group) if settings.admin_group else None
         self._token = b""
@@ -74,6 +72,12 @@ class Access:
             self._token = read_token("api.token_file", settings.token_file)
             if exports.images:
                 self._peers = read_token("exports.token_file", exports.token_file)
+            if hmac.compare_digest(self._token, self._peers):
+                raise ConfigError(
+                    f"exports.token_file: {exports.token_file} holds the token of api.token_file, "
+                    "so whoever has it would be taken for a peer; "
+                    f"run: (umask 077; openssl rand -hex 32 > {exports.token_file})"
+                )
 
     def identify(self, request: web.Request) -> Caller:
         """Return who asks.
@@ -170,35 +174,6 @@ def require(request: web.Request, *, changes: bool, peers: bool) -> None:
             f"{caller.name} may read but not change anything here; run as root, or join the "
             "group that api.admin_group names",
         )
-
-
-def read_token(key: str, name: str) -> bytes:
-    """Return the token in a file that only its owner may read.
-
-    Raises:
-        ConfigError: it cannot be read, others can read it, or it is too short.
-    """
-    path = Path(name)
-    try:
-        with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            token = file.read(4096).strip()
-    except OSError as error:
-        raise ConfigError(
-            f"{key}: {path} cannot be read: {error.strerror}; "
-            f"run: (umask 077; openssl rand -hex 32 > {path})"
-        ) from None
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ConfigError(
-            f"{key}: {path} has mode {stat.S_IMODE(mode):04o}, so others may read the "
-            f"token; run: chmod 600 {path}"
-        )
-    if len(token) < TOKEN_BYTES_MIN:
-        raise ConfigError(
-            f"{key}: {path} holds {len(token)} characters, a token has at least "
-            f"{TOKEN_BYTES_MIN}; run: (umask 077; openssl rand -hex 32 > {path})"
-        )
-    return token
 
 
 def _group_id(name: str) -> int:

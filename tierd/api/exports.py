@@ -9,7 +9,7 @@ import asyncio
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tierd.api import schemas
 from tierd.api.access import CALLER
@@ -17,8 +17,9 @@ from tierd.api.common import moment
 from tierd.api.parse import WHOLE, Body
 from tierd.api.problems import Problem
 from tierd.api.routing import Call, Routes
-from tierd.daemon.exports import LINKS_MAX
+from tierd.daemon.exports import LINKS_MAX, require_version
 from tierd.errors import RdmaError
+from tierd.io.verbs import GIDS_MAX
 
 if TYPE_CHECKING:
     from tierd.daemon.exports import Export
@@ -48,7 +49,7 @@ class PeerPort(Body):
     mtu: Number
     lid: Number
     read_depth: Number
-    gids: list[PeerGid] = Field(max_length=256)
+    gids: list[PeerGid] = Field(max_length=GIDS_MAX)
 
 
 class SessionRequest(Body):
@@ -61,6 +62,18 @@ class SessionRequest(Body):
         default_factory=list, max_length=LINKS_MAX
     )
     agent: str = Field("", max_length=4096)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _version_first(cls, data: Any) -> Any:
+        """Of another version, the rest may have another form: it is not what is to be told."""
+        version = data.get("version") if isinstance(data, dict) else None
+        try:
+            if type(version) is int:
+                require_version(version)
+        except RdmaError as error:
+            raise Problem(HTTPStatus.CONFLICT, str(error)) from None
+        return data
 
 
 class RenewRequest(Body):
@@ -129,7 +142,7 @@ def _gone() -> Problem:
 
 
 def _export(one: Export) -> schemas.Export:
-    info = one.image.info
+    info, memory = one.image.info, one.memory  # which the exporting thread may give up
     return schemas.Export(
         name=info.name,
         image_id=f"{info.image_id:016x}",
@@ -140,5 +153,5 @@ def _export(one: Export) -> schemas.Export:
         state=one.state,
         reason=one.reason,
         loaded_pages=one.loaded,
-        memory="" if one.memory is None else one.memory.page_kind,
+        memory="" if memory is None else memory.page_kind,
     )

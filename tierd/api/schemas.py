@@ -117,7 +117,7 @@ class Peer(Answer):
 
     name: str
     up: bool
-    reason: str  # why it is not up; ""
+    reason: str  # why it is not up, or what is amiss although it is; ""
     transport: str
     connects: int
     images: list[str]  # read from it now

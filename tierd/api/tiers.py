@@ -56,6 +56,8 @@ def _remote(plane: DataPlane, image: ServedImage, tier: RemoteTier) -> schemas.T
         why = "remote.order is first: its memory answers before a disk does"
     else:
         why = "remote.order is last: it is read when every device here fails"
+    if tier.linked and tier.reason:
+        why = f"{why}; some of its reads are refused: {tier.reason}"
     return schemas.Tier(
         tier="remote",
         devices=[tier.peer],

@@ -35,12 +35,14 @@ class ExportsSection(Section):
         description="How memory is offered: verbs (RDMA), nixl (NIXL, UCX over TCP), or auto: "
         "verbs, and NIXL where there are none.",
     )
-    device: str = Field("auto", description="RDMA device; auto: the first with an active port.")
+    device: str = Field(
+        "auto", description="RDMA device; auto: the first with an active port that can be used."
+    )
     port: int = Field(0, ge=0, le=255, description="Its port; 0: the first that is active.")
     gid_index: int = Field(
         -1,
         ge=-1,
-        le=4095,
+        le=255,
         description="GID of the port (RoCE); -1 ranks them: RoCE v2 and what a router forwards "
         "first.",
     )
@@ -55,7 +57,8 @@ class RemoteSection(Section):
         description="REST addresses of peers, such as https://node2:9468.",
     )
     token_file: str = Field(
-        "", description="File that holds the token that the peers' exports.token_file has."
+        "",
+        description="File that holds the token that the peers' exports.token_file has, mode 0600.",
     )
     ca_file: str = Field(
         "",
@@ -87,9 +90,11 @@ class RemoteSection(Section):
         description="How long reads of a table that lies nowhere else wait for its peer to come "
         "back, before they fail.",
     )
-    device: str = Field("auto", description="RDMA device; auto: the first with an active port.")
+    device: str = Field(
+        "auto", description="RDMA device; auto: the first with an active port that can be used."
+    )
     port: int = Field(0, ge=0, le=255, description="Its port; 0: the first that is active.")
-    gid_index: int = Field(-1, ge=-1, le=4095, description="As exports.gid_index.")
+    gid_index: int = Field(-1, ge=-1, le=255, description="As exports.gid_index.")
 
 
 def check_remote(exports: ExportsSection, remote: RemoteSection, api: ApiSection) -> None:

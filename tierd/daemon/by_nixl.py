@@ -24,7 +24,7 @@ import structlog
 
 from tierd.errors import RdmaMemoryError, RdmaMissingError, RdmaPeerError
 from tierd.io import _core
-from tierd.io.device import PAGE_BYTES
+from tierd.io.device import PAGE_BYTES, aligned_buffer
 
 if TYPE_CHECKING:
     from tierd.config.remote import RemoteSection
@@ -93,12 +93,16 @@ class NixlRegion:
         """Withdraw it."""
         with contextlib.suppress(*errors()):  # it is withdrawn all the same: peers forget it
             self._agent.deregister_memory(self._registered)
+        self._agent = None  # it ends with its last user
 
 
 class NixlExporter:
     """The passive side: NIXL's own thread answers."""
 
     kind = "nixl"
+    # UCX over TCP copies from whatever address a peer names, registered or not: memory that is
+    # given up while one still reads would end the process. Peers hear of it within a second.
+    linger_s = 10.0
 
     def __init__(self) -> None:
         self._agent = make_agent()
@@ -116,6 +120,10 @@ class NixlExporter:
         del asked
         metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
         return [], {"agent": metadata}
+
+    def is_gone(self) -> bool:
+        """Never: no device is opened."""
+        return False
 
     def close(self) -> None:
         """End the agent."""
@@ -170,6 +178,17 @@ class NixlReader:
         """
         self._movers[0].prepare(self._rows)
         return self._movers[0].probe([address // PAGE_BYTES for address, _ in pages], out)
+
+    def try_ways(self, page: tuple[int, int]) -> None:
+        """Read an (address, key) page over each link.
+
+        Raises:
+            RdmaPeerError: it does not come.
+        """
+        out = aligned_buffer(PAGE_BYTES)
+        for mover in self._movers:
+            mover.prepare(self._rows)
+            mover.probe([page[0] // PAGE_BYTES], out)
 
     def start(self) -> None:
         """Move pages from now on."""
@@ -295,6 +314,9 @@ class Mover:
             while not self._stop.is_set() and (self._link.up or self._under_way):
                 if not self.turn():
                     wanted.poll(IDLE_MS)
-        except Exception as error:  # the pump finds that nothing comes, and ends the link
-            log.exception("NIXL failed", error=str(error))
+        # Either way the pump finds that nothing comes, and ends the link.
+        except errors() as error:
+            log.warning("NIXL failed", error=str(error))
+        except Exception:
+            log.exception("NIXL failed")
         self._stop.set()

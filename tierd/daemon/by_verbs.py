@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from tierd.errors import RdmaMemoryError, RdmaPeerError
+from tierd.errors import RdmaError, RdmaMemoryError, RdmaMissingError, RdmaPeerError
 from tierd.io import _core, verbs
+from tierd.io.device import PAGE_BYTES, aligned_buffer
 
 if TYPE_CHECKING:
     from tierd.config.remote import ExportsSection, RemoteSection
@@ -24,8 +26,10 @@ class VerbsExporter:
     """
 
     kind = "verbs"
+    linger_s = 0.0  # the card reads nothing that is deregistered
     port: verbs.Port
     _context: Any
+    _gid_index: int = -1
 
     @classmethod
     def open(cls, settings: ExportsSection) -> VerbsExporter:
@@ -35,7 +39,7 @@ class VerbsExporter:
             RdmaError: there is none that can be used.
         """
         port = verbs.find_port(settings.device, settings.port, settings.gid_index)
-        return cls(port, verbs.open_context(port))
+        return cls(port, verbs.open_context(port), settings.gid_index)
 
     def describe(self) -> list[str]:
         """Say what peers can reach, best first."""
@@ -49,8 +53,9 @@ class VerbsExporter:
         """Make the other ends of a peer's links; return them and what it needs to know.
 
         Raises:
-            RdmaPeerError: the two ports do not fit.
+            RdmaPeerError: the two ports do not fit, or the way to the peer is not found.
             RdmaMemoryError: the card gives no queue pairs.
+            RdmaError: the port cannot be used any more.
         """
         if asked["port"] is None or not asked["links"]:
             raise RdmaPeerError("the peer says neither its port nor its queue pairs")
@@ -58,17 +63,16 @@ class VerbsExporter:
             theirs = verbs.Port.from_json(asked["port"])
         except (KeyError, TypeError, ValueError) as error:
             raise RdmaPeerError(f"the peer's port makes no sense: {error!r:.100}") from None
+        # Its addresses may have changed since it was opened.
+        self.port = verbs.find_port(self.port.device, self.port.port, self._gid_index)
         way = verbs.agree(self.port, theirs)
         responders: list[Any] = []
         try:
-            for pairs in asked["links"]:
-                responders.append(_core.VerbsResponder(self._context, len(pairs)))
-                names = [(number, packet) for number, packet in pairs]
-                responders[-1].connect(queue_pairs=names, **way.for_core())
-        except (_core.VerbsError, ValueError, TypeError) as error:
+            self._make_ends(asked["links"], way, theirs, responders)
+        except BaseException:
             for responder in responders:
                 responder.close()
-            raise RdmaMemoryError(f"no queue pairs for the peer: {error}") from None
+            raise
         return responders, {
             "port": self.port.to_json(),
             "gid": None if way.mine is None else way.mine.to_json(),
@@ -77,6 +81,39 @@ class VerbsExporter:
             "read_depth": way.read_depth,
             "links": [responder.names for responder in responders],
         }
+
+    def _make_ends(
+        self, links: list[Any], way: verbs.Way, theirs: verbs.Port, made: list[Any]
+    ) -> None:
+        for pairs in links:
+            try:
+                made.append(_core.VerbsResponder(self._context, len(pairs)))
+            except (_core.VerbsError, ValueError, TypeError) as error:
+                raise RdmaMemoryError(f"no queue pairs for the peer: {error}") from None
+            try:
+                names = [(number, packet) for number, packet in pairs]
+                made[-1].connect(queue_pairs=names, **way.for_core())
+            except (_core.VerbsError, ValueError, TypeError) as error:
+                raise RdmaPeerError(
+                    f"{error}; here {self.port}, {way.mine}; there {theirs}, {way.theirs}"
+                ) from None
+
+    def is_gone(self) -> bool:
+        """Whether the device was reset or taken away: what was opened of it is of no more use.
+
+        A port that is merely down comes back by itself, and what is registered stays.
+        """
+        with contextlib.suppress(_core.VerbsError):
+            _core.VerbsResponder(self._context, 1).close()
+            return False
+        try:
+            port = verbs.find_port(self.port.device, self.port.port)
+            _core.VerbsResponder(verbs.open_context(port), 1).close()
+        except RdmaMissingError:
+            return True
+        except (RdmaError, _core.VerbsError):
+            return False  # a fresh one is of no more use either
+        return True
 
     def close(self) -> None:
         """Let go of the device; regions and responders keep it until they are closed."""
@@ -149,6 +186,20 @@ class VerbsReader:
         """
         try:
             return float(self.links[0].probe(pages, out)) / 1e3
+        except _core.VerbsError as error:
+            raise RdmaPeerError(str(error)) from None
+
+    def try_ways(self, page: tuple[int, int]) -> None:
+        """Read an (address, key) page through each queue pair: each may have a way of its own.
+
+        Raises:
+            RdmaPeerError: it does not come.
+        """
+        out = aligned_buffer(PAGE_BYTES)
+        try:
+            for link in self.links:
+                for _ in link.names:  # a link takes its queue pairs in turn
+                    link.probe([page], out)
         except _core.VerbsError as error:
             raise RdmaPeerError(str(error)) from None
 

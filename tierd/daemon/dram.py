@@ -123,11 +123,6 @@ class DramImages(Keeper):
         held.loaded = done
         return self._wanted(held.image)
 
-    def _wanted(self, image: ServedImage) -> bool:
-        """Whether an image is served still, and we are to go on."""
-        now = self._plane.images.get(image.info.image_id)
-        return not self._stop.is_set() and same_staging(now, image)
-
     def listing(self) -> list[Held]:
         """Return what is in memory or to be, by name."""
         with self._lock:

@@ -36,6 +36,7 @@ VERSION = 1  # of what peers say to each other
 LEASE_S = 10.0
 SESSIONS_MAX = 256
 LINKS_MAX = 64
+RETRY_S = 60.0  # after which what failed is loaded again
 
 
 @dataclasses.dataclass(eq=False)
@@ -45,21 +46,30 @@ class Export:
     Attributes:
         state: loading, ready or failed.
         reason: why it failed; "".
+        failed: when it failed, on the monotonic clock.
         loaded: pages in memory.
     """
 
     image: ServedImage
     state: str = "loading"
     reason: str = ""
+    failed: float = 0.0
     loaded: int = 0
     memory: exports.ImageMemory | None = None
     region: Any = None
 
+    def withdraw(self) -> None:
+        """Have it read no more, as far as what answers can."""
+        region, self.region = self.region, None
+        if region is not None:
+            region.close()
+
     def close(self) -> None:
         """Withdraw it, then free its memory."""
-        if self.region is not None:
-            self.region.close()
-        self.region = self.memory = None
+        self.withdraw()
+        memory, self.memory = self.memory, None
+        if memory is not None:
+            memory.close()
 
 
 @dataclasses.dataclass
@@ -97,22 +107,36 @@ class Exports(Keeper):
         self._exporter: VerbsExporter | NixlExporter | None = None
         self._exports: dict[int, Export] = {}
         self._sessions: dict[str, Session] = {}
+        self._leaving: list[tuple[float, Export]] = []  # withdrawn, and when they may be freed
         self.fault = ""
         self.revision = 0
 
     def stop(self) -> None:
         """Withdraw everything. Idempotent."""
         self._end_thread()
+        self._close_all()
+
+    def _close_all(self, only: VerbsExporter | NixlExporter | None = None) -> None:
         with self._lock:
-            for session in self._sessions.values():
-                session.close()
-            self._sessions.clear()
-            for export in self._exports.values():
-                export.close()
-            self._exports.clear()
-            if self._exporter is not None:
-                self._exporter.close()
+            exporter = self._exporter
+            if only is not None and exporter is not only:
+                return  # somebody else has done it
             self._exporter = None
+            sessions = list(self._sessions.values())
+            left = [*self._exports.values(), *(export for _, export in self._leaving)]
+            self._sessions.clear()
+            self._exports.clear()
+            self._leaving.clear()
+            self.revision += 1
+        # Outside the lock, which the event loop takes: giving up 100 GiB takes seconds.
+        for session in sessions:
+            session.close()
+        for export in left:
+            export.withdraw()
+        if exporter is not None:
+            exporter.close()
+        for export in left:  # now that nothing answers peers any more
+            export.close()
 
     # --- the thread ------------------------------------------------------------------------------
 
@@ -137,46 +161,68 @@ class Exports(Keeper):
     def look(self) -> None:
         """Close what has expired; withdraw and load what has changed."""
         now = time.monotonic()
+        wanted = self.chosen()
         with self._lock:
-            for session in [s for s in self._sessions.values() if s.until < now]:
-                log.warning("a peer has not renewed its session", peer=session.peer)
-                self._sessions.pop(session.number).close()
-            wanted = self.chosen()
-            for number, export in list(self._exports.items()):
-                if not same_staging(wanted.get(number), export.image):
-                    self._withdraw(number)
+            expired = [s for s in self._sessions.values() if s.until < now]
+            for session in expired:
+                del self._sessions[session.number]
+            stale = [e for e in self._exports.values() if self._is_stale(e, wanted, now)]
+            for export in stale:
+                del self._exports[export.image.info.image_id]
+                self.revision += export.state == "ready"
+            linger_s = 0.0 if self._exporter is None else self._exporter.linger_s
+            self._leaving += [(now + linger_s, export) for export in stale]
+            over = [export for until, export in self._leaving if until <= now]
+            self._leaving = [one for one in self._leaving if one[0] > now]
+        # Outside the lock, which the event loop takes: giving up 100 GiB takes seconds.
+        for session in expired:
+            log.warning("a peer has not renewed its session", peer=session.peer)
+            session.close()
+        for export in stale:
+            if export.state == "ready":
+                log.info("withdrawn", image=export.image.info.name)
+            export.withdraw()
+        for export in over:
+            export.close()
         for number, image in wanted.items():
             if number not in self._exports and not self._stop.is_set():
                 self._load(image)
 
-    def _withdraw(self, number: int) -> None:
-        export = self._exports.pop(number)
-        log.info("withdrawn", image=export.image.info.name)
-        export.close()
-        self.revision += 1
+    def _is_stale(self, export: Export, wanted: dict[int, ServedImage], now: float) -> bool:
+        """Whether it is to be withdrawn, or is worth another try: memory may be free now."""
+        served = same_staging(wanted.get(export.image.info.image_id), export.image)
+        return not served or (export.state == "failed" and now > export.failed + RETRY_S)
 
     def _load(self, image: ServedImage) -> None:
-        export = Export(image)
+        number, export, exporter = image.info.image_id, Export(image), self._exporter
+        if exporter is None:
+            return
         with self._lock:
-            self._exports[image.info.image_id] = export
+            self._exports[number] = export
         started = time.monotonic()
         try:
             memory = export.memory = exports.ImageMemory(image.info.pages)
             exports.load(image.striped, memory.pages, lambda done, _: self._progress(export, done))
-            if self._stop.is_set():
+            if not self._goes_on(export):
                 return
-            assert self._exporter is not None, "it is open before anything is loaded"
-            export.region = self._exporter.register(memory)
+            export.region = exporter.register(memory)
         except Exception as error:  # out of memory, or a driver's: the other images go on
             if not isinstance(error, TierdError):
                 log.exception("loading an export", image=image.info.name)
             export.state, export.reason = "failed", str(error) or type(error).__name__
+            export.failed = time.monotonic()
             export.close()
-            log.error("not exported", image=image.info.name, reason=export.reason)
+            if self._goes_on(export):  # else its pages have gone with it: no fault of the device
+                log.error("not exported", image=image.info.name, reason=export.reason)
             return
         with self._lock:
-            export.state = "ready"
-            self.revision += 1
+            current = self._exports.get(number) is export
+            if current:
+                export.state = "ready"
+                self.revision += 1
+        if not current:  # we stop, or the device has gone meanwhile
+            export.close()
+            return
         log.info(
             "exported",
             image=image.info.name,
@@ -186,7 +232,11 @@ class Exports(Keeper):
 
     def _progress(self, export: Export, done: int) -> bool:
         export.loaded = done
-        return not self._stop.is_set()
+        return self._goes_on(export)
+
+    def _goes_on(self, export: Export) -> bool:
+        number = export.image.info.image_id
+        return self._wanted(export.image) and self._exports.get(number) is export
 
     # --- what peers ask --------------------------------------------------------------------------
 
@@ -213,11 +263,7 @@ class Exports(Keeper):
             RdmaPeerError: of another version, nothing fits, or too many sessions.
             RdmaMemoryError: the card gives no queue pairs.
         """
-        if asked["version"] != VERSION:
-            raise RdmaPeerError(
-                f"the peer speaks version {asked['version']} of the export protocol, this tierd "
-                f"({__version__}) version {VERSION}; install the same tierd on both nodes"
-            )
+        require_version(asked["version"])
         exporter = self._exporter
         if exporter is None:
             raise RdmaPeerError(f"nothing is exported here: {self.fault or 'not open yet'}")
@@ -226,17 +272,33 @@ class Exports(Keeper):
                 f"the peer reads over {asked['transport']}, this side exports over "
                 f"{exporter.kind}; set remote.transport there or exports.transport here"
             )
+        if len(self._sessions) >= SESSIONS_MAX:
+            raise RdmaPeerError(f"{SESSIONS_MAX} sessions are open, as many as there may be")
+        responders, agreed = self._accept(exporter, asked)
+        number, until = secrets.token_hex(16), time.monotonic() + LEASE_S
+        session = Session(number, peer, time.time(), until, responders)
         with self._lock:
-            if len(self._sessions) >= SESSIONS_MAX:
-                raise RdmaPeerError(f"{SESSIONS_MAX} sessions are open, as many as there may be")
-            responders, agreed = exporter.accept(asked)
-            now = time.monotonic()
-            number = secrets.token_hex(16)
-            session = Session(number, peer, time.time(), now + LEASE_S, responders)
-            self._sessions[number] = session
-            answer = {**self._answer(session), **agreed}
+            current = self._exporter is exporter
+            if current:
+                self._sessions[number] = session
+                answer = {**self._answer(session), **agreed}
+        if not current:
+            session.close()
+            raise RdmaPeerError("nothing is exported here: the device is being closed")
         log.info("a peer reads", peer=peer, transport=exporter.kind, links=len(asked["links"]))
         return answer
+
+    def _accept(
+        self, exporter: VerbsExporter | NixlExporter, asked: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Make the other ends of a peer's links; a device that has gone is opened anew."""
+        try:
+            return exporter.accept(asked)
+        except RdmaError as error:
+            if self._exporter is exporter and exporter.is_gone():
+                log.error("the device has gone; everything is withdrawn", reason=str(error))
+                self._close_all(exporter)
+            raise
 
     def _answer(self, session: Session) -> dict[str, Any]:
         return {
@@ -278,9 +340,22 @@ class Exports(Keeper):
         """Close a session; False if there is no such session."""
         with self._lock:
             session = self._sessions.pop(number, None)
-            if session is not None:
-                session.close()
+        if session is not None:
+            session.close()
         return session is not None
+
+
+def require_version(version: int) -> None:
+    """Refuse a peer of another version.
+
+    Raises:
+        RdmaPeerError: it is one.
+    """
+    if version != VERSION:
+        raise RdmaPeerError(
+            f"the peer speaks version {version} of the export protocol, this tierd "
+            f"({__version__}) version {VERSION}; install the same tierd on both nodes"
+        )
 
 
 def open_exporter(settings: ExportsSection) -> VerbsExporter | NixlExporter:

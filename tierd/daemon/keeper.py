@@ -64,6 +64,11 @@ class Keeper:
             if image.local and any(fnmatch.fnmatchcase(image.info.name, p) for p in self.patterns)
         }
 
+    def _wanted(self, image: ServedImage) -> bool:
+        """Whether an image is served still, and we are to go on."""
+        now = self._plane.images.get(image.info.image_id)
+        return not self._stop.is_set() and same_staging(now, image)
+
 
 def same_staging(one: ServedImage | None, other: ServedImage) -> bool:
     """Whether both are one staging of an image; another window makes another object of it."""

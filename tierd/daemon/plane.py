@@ -15,8 +15,10 @@ import time
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+import structlog
 
-from tierd.daemon.remote_tiers import RemoteTier, difference, nowhere_here
+from tierd.daemon.plane_peers import PeerTables
+from tierd.daemon.remote_tiers import NO_NUMBER, RemoteTier
 from tierd.daemon.served import WINDOW_KEY, ServedImage, extent_array, placed_window_us
 from tierd.errors import (
     AttachError,
@@ -41,7 +43,8 @@ if TYPE_CHECKING:
 
     from tierd.config import Settings
     from tierd.io.store_set import StripedImage
-    from tierd.types import ImageInfo
+
+log = structlog.get_logger("tierd.daemon.plane")
 
 COPIES_MAX = 7  # of an image that a pump reads; kTableCopiesMax in the core
 BEAT_WAIT_S = 0.5
@@ -58,7 +61,7 @@ class Attached:
     images: tuple[ServedImage, ...]
 
 
-class DataPlane:
+class DataPlane(PeerTables):
     """Stores, images and pumps of one daemon.
 
     Attributes:
@@ -219,16 +222,20 @@ class DataPlane:
         pump.start()
 
     def _add_table(self, number: int, image: ServedImage) -> None:
-        first, *others = self._tiers(number, image)
-        table = self.pumps[number].add_table(
-            image_id=image.info.image_id,
-            generation=image.info.generation,
-            row_bytes=image.info.table.row_bytes,
-            rows=image.info.table.rows,
-            window_ns=image.window_ns,
-            extents=first,
-            copies=others[:COPIES_MAX],
-        )
+        try:
+            first, *others = self._tiers(number, image)
+            table = self.pumps[number].add_table(
+                image_id=image.info.image_id,
+                generation=image.info.generation,
+                row_bytes=image.info.table.row_bytes,
+                rows=image.info.table.rows,
+                window_ns=image.window_ns,
+                extents=first,
+                copies=others[:COPIES_MAX],
+            )
+        except BaseException:
+            self._remove_remotes(number, image)
+            raise
         image.tables.append(table)
 
     def _tiers(self, number: int, image: ServedImage) -> list[NDArray[np.uint64]]:
@@ -237,7 +244,14 @@ class DataPlane:
         there = []
         for peer in remote.peers:
             tier = image.remotes.setdefault(peer, RemoteTier(peer))
-            tier.devices.append(self.pumps[number].add_remote())
+            if len(tier.devices) != number:
+                continue  # another pump had no number left
+            try:
+                tier.devices.append(self.pumps[number].add_remote())
+            except ValueError:
+                if not image.local:
+                    raise ConfigError(f"image {image.info.name}: {NO_NUMBER}") from None
+                continue
             there.append(np.array([[0, image.info.pages, tier.devices[number], 0]], np.uint64))
         disks = [image.striped, *image.copies] if image.local else []
         here = [extent_array(one, self._devices[number]) for one in disks]
@@ -268,81 +282,8 @@ class DataPlane:
         """Take an image from the pumps, also one that only some of them have been told of."""
         for pump, table in zip(self.pumps, image.tables, strict=False):
             pump.remove_table(table)
-        for tier in image.remotes.values():
-            for pump, device in zip(self.pumps, tier.devices, strict=False):
-                pump.remove_device(device)
+        self._forget_remotes(image)
         image.release()
-
-    # --- peers -----------------------------------------------------------------------------------
-
-    def remote_tiers(self, peer: str, offered: Sequence[ImageInfo]) -> dict[int, RemoteTier]:
-        """Return, by image id, the tiers that what a peer offers can become.
-
-        A table of a name that nothing here has is served from now on, from peers alone. Why
-        something does not fit stands in its tier's ``reason``.
-        """
-        with self._lock:
-            for info in offered:
-                self._adopt(info)
-            self._drop_retired()
-            by_id = {info.image_id: info for info in offered}
-            found = {}
-            for image_id, image in self.images.items():
-                tier = image.remotes[peer]
-                there = by_id.get(image_id)
-                tier.seen = True
-                tier.reason = "the peer does not export it"
-                if there is not None:
-                    tier.reason = difference(image.info, there)
-                if not tier.reason:
-                    found[image_id] = tier
-            return found
-
-    def _adopt(self, info: ImageInfo) -> None:
-        known = self.images.get(info.image_id)
-        if known is not None:
-            stale = known.info.generation < info.generation
-            linked = any(tier.linked for tier in known.remotes.values())
-            if known.local or not stale or linked:
-                return
-            self._retired.append(self._adopted.pop(info.image_id))
-        elif info.name in {image.info.name for image in self.images.values()}:
-            return  # another staging of it is served here
-        image = ServedImage(nowhere_here(info), [])
-        for number in range(len(self.pumps)):
-            self._add_table(number, image)
-        self._adopted[info.image_id] = image
-        self.images = {**self.images, info.image_id: image}
-
-    def link_peer(self, links: Sequence[Any], usable: Sequence[tuple[RemoteTier, Any]]) -> bool:
-        """Let each pump read these tiers through its link; False if one failed meanwhile."""
-        with self._lock:
-            whole = all(
-                pump.link_remote(link, {tier.devices[n]: places for tier, places in usable})
-                for n, (pump, link) in enumerate(zip(self.pumps, links, strict=True))
-            )
-            for tier, _ in usable:
-                tier.linked = whole
-        return whole
-
-    def unlink_peer(self, peer: str, links: Sequence[Any], why: str) -> None:
-        """End a peer's links: its tiers are away."""
-        with self._lock:
-            for pump, link in zip(self.pumps, links, strict=False):
-                pump.drop_link(link, why)
-            for image in self.images.values():
-                tier = image.remotes.get(peer)
-                if tier is not None and tier.linked:
-                    tier.linked, tier.reason = False, why
-
-    def read_from(self, peer: str) -> list[str]:
-        """Return the names of the images that are read from a peer now."""
-        linked = [image for image in self.images.values() if image.remotes[peer].linked]
-        return sorted(image.info.name for image in linked)
-
-    def remote_wanted(self, peer: str) -> bool:
-        """Whether there are images that the peer has not been asked for yet."""
-        return any(not image.remotes[peer].seen for image in self.images.values())
 
     def delete(self, name: str, *, wipe: bool = False) -> None:
         """Delete an image that nobody has attached.

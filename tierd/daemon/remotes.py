@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import io
 import json
 import random
 import ssl
 import threading
 import time
 import urllib.parse
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +26,7 @@ import structlog
 
 from tierd.daemon.by_verbs import VerbsReader
 from tierd.daemon.exports import VERSION
+from tierd.daemon.remote_tiers import strange
 from tierd.errors import (
     ConfigError,
     PeerSilentError,
@@ -36,8 +39,8 @@ from tierd.io.device import PAGE_BYTES, aligned_buffer
 from tierd.types import ImageInfo
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable
-    from pathlib import Path
 
     from tierd.config import PumpSection
     from tierd.config.remote import RemoteSection
@@ -55,9 +58,43 @@ LOOK_S = 0.05  # between two looks at links
 RENEW_S = 1.0
 # A peer whose REST interface is slow is still read; one that is silent for so long is gone.
 SILENT_S = 5.0
-TIMEOUT_S = 2.0
+TIMEOUT_S = 2.0  # of a whole question, however its answer comes
+STEADY_S = 2.0  # a connection that lasts so long was a good one
+SAID_MAX = 300  # characters of a peer's reason that are kept
 PROBE_PAGES = 64
 ANSWER_BYTES_MAX = 4 << 20
+
+
+class _Timed(io.RawIOBase):
+    """What comes over a socket before a moment; then TimeoutError."""
+
+    def __init__(self, sock: socket.socket, deadline: float) -> None:
+        self._sock = sock
+        self._raw = sock.makefile("rb", buffering=0)
+        self._deadline = deadline
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        self._sock.settimeout(left)
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _Answer(http.client.HTTPResponse):
+    """One that has to be whole by a moment; a socket's own timeout begins anew with each byte."""
+
+    def __init__(self, sock: socket.socket, *args: Any, deadline: float, **more: Any) -> None:
+        super().__init__(sock, *args, **more)
+        self.fp.close()
+        self.fp = io.BufferedReader(_Timed(sock, deadline))
 
 
 class Caller:
@@ -84,9 +121,10 @@ class Caller:
         """Send a request; return its answer.
 
         Raises:
-            PeerSilentError: no answer.
+            PeerSilentError: no answer, or none for now: it is busy, or has a fault.
             RdmaPeerError: a refusal, with its reason.
         """
+        deadline = time.monotonic() + TIMEOUT_S
         connection: http.client.HTTPConnection
         if self._tls is None:
             connection = http.client.HTTPConnection(self._host, self._port, timeout=TIMEOUT_S)
@@ -94,6 +132,7 @@ class Caller:
             connection = http.client.HTTPSConnection(
                 self._host, self._port, timeout=TIMEOUT_S, context=self._tls
             )
+        connection.response_class = partial(_Answer, deadline=deadline)  # type: ignore[assignment]
         headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
         try:
             text = None if body is None else json.dumps(body)
@@ -107,7 +146,10 @@ class Caller:
             connection.close()
         if response.status >= http.HTTPStatus.BAD_REQUEST:
             said = data.get("detail", "no reason given") if isinstance(data, dict) else ""
-            raise RdmaPeerError(f"peer {self.url} refuses ({response.status}): {said}")
+            busy = response.status >= http.HTTPStatus.INTERNAL_SERVER_ERROR
+            busy |= response.status == http.HTTPStatus.TOO_MANY_REQUESTS
+            kind = PeerSilentError if busy else RdmaPeerError
+            raise kind(f"peer {self.url} refuses ({response.status}): {_clean(said)}")
         return dict(data)
 
 
@@ -117,7 +159,7 @@ class Peer:
     Attributes:
         name: its address, as configured.
         up: it is connected.
-        reason: why it is not; "".
+        reason: why it is not, or what is amiss although it is; "".
         connects: how often it was connected.
     """
 
@@ -140,6 +182,8 @@ class Peer:
         self._changed = changed
         self._stop = threading.Event()
         self._session = ""
+        self._since = 0.0  # when it was connected
+        self._silent = False  # it did not answer when it was asked last
         self._revision = 0
         self._reader: Reader | None = None
         self._thread = threading.Thread(target=self._run, name="tierd-peer", daemon=True)
@@ -151,10 +195,17 @@ class Peer:
         reader = self._reader
         return "" if reader is None else reader.kind
 
-    def stop(self) -> None:
-        """Say good-bye to the peer and end the thread; the pumps let go of links by themselves."""
+    def leave(self) -> None:
+        """Have the thread say good-bye to the peer and end."""
         self._stop.set()
-        self._thread.join()
+
+    def stop(self, timeout_s: float) -> None:
+        """Leave, and wait for it; the pumps let go of links by themselves.
+
+        A thread that still waits for the network then ends with the process.
+        """
+        self.leave()
+        self._thread.join(max(timeout_s, 0))
 
     def _run(self) -> None:
         try:
@@ -170,6 +221,9 @@ class Peer:
             why = self._connect_once()
             if self._stop.is_set():
                 return
+            # One that fails at its first reads would be made anew for ever, without a pause.
+            if self.up and time.monotonic() - self._since > STEADY_S:
+                pause = BACKOFF_S[0]
             self._take_down(why)
             self._stop.wait(pause)
             pause = min(2 * pause, BACKOFF_S[1])
@@ -197,15 +251,18 @@ class Peer:
         settings = self._settings
         reader = self._reader = open_reader(settings, self._depth, len(self._plane.pumps))
         asked = {"version": VERSION, **reader.asks()}
-        answer = self._caller.ask("POST", "/v1/exports/sessions", asked)
+        answer = self._ask("POST", "/v1/exports/sessions", asked)
         self._session, self._revision = str(answer["session"]), int(answer["revision"])
         reader.connect(answer)
-        offered = [
-            (ImageInfo.from_json(one["image"]), reader.places(exports.places_from(one["places"])))
-            for one in answer["images"]
-        ]
+        offered = []
+        for one in answer["images"]:
+            info = ImageInfo.from_json(one["image"])
+            if why := strange(info):
+                log.warning("an image of a peer is not taken", peer=self.name, reason=why)
+                continue
+            offered.append((info, reader.places(exports.places_from(one["places"]))))
         self._use(reader, offered)
-        self.up, self.reason = True, ""
+        self.up, self.reason, self._since = True, "", time.monotonic()
         self.connects += 1
         names = [info.name for info, _ in offered]
         log.info("peer connected", peer=self.name, transport=reader.kind, images=names)
@@ -216,21 +273,27 @@ class Peer:
         tiers = self._plane.remote_tiers(self.name, [info for info, _ in offered])
         usable: list[tuple[RemoteTier, list[Place]]] = []
         for info, places in offered:
-            tier = tiers.get(info.image_id)
-            if tier is None:
+            same = tiers.get(info.image_id, [])
+            if not same:
                 continue
-            tier.reason = self._probe(reader, info, places, tier)
-            tier.transport = reader.kind
-            if reader.way is not None:
-                tier.mtu, tier.gid = reader.way.mtu, str(reader.way.mine or "")
-            if not tier.reason:
-                usable.append((tier, places))
+            why, took_us, pages = self._probe(reader, info, places)
+            for tier in same:
+                tier.reason, tier.transport = why, reader.kind
+                tier.probe_us, tier.probe_pages = took_us, pages
+                if reader.way is not None:
+                    tier.mtu, tier.gid = reader.way.mtu, str(reader.way.mine or "")
+                if not why:
+                    usable.append((tier, places))
+        if usable:
+            reader.try_ways(_address(usable[0][1], 0))
         reader.start()
         if not self._plane.link_peer(reader.links, usable):
             raise RdmaPeerError(f"peer {self.name}: {self._failure() or 'a link failed at once'}")
 
-    def _probe(self, reader: Reader, info: ImageInfo, places: list[Place], tier: RemoteTier) -> str:
-        """Read some pages and check them; return what is wrong, or ""."""
+    def _probe(
+        self, reader: Reader, info: ImageInfo, places: list[Place]
+    ) -> tuple[str, float, int]:
+        """Read some pages and check them; return what is wrong or "", microseconds, pages."""
         count = max(1, min(PROBE_PAGES, self._depth // 2, info.pages))
         pages = sorted(random.sample(range(info.pages), count))
         out = aligned_buffer(count * PAGE_BYTES)
@@ -243,9 +306,8 @@ class Peer:
             identity = (page, info.image_id, info.generation)
             if _core.check_pages(one, table.row_bytes, table.rows, *identity, True, True, fault):
                 word = _core.PageFault(int(fault[0])).name
-                return f"page {page} of {info.name} at the peer is wrong ({word})"
-        tier.probe_us, tier.probe_pages = took, count
-        return ""
+                return f"page {page} of {info.name} at the peer is wrong ({word})", took, count
+        return "", took, count
 
     # --- connected -------------------------------------------------------------------------------
 
@@ -255,11 +317,12 @@ class Peer:
         while not self._stop.wait(LOOK_S):
             if failure := self._failure():
                 raise RdmaPeerError(f"peer {self.name}: {failure}")
+            self._look_for_trouble()
             if time.monotonic() - asked < RENEW_S:
                 continue
             asked = time.monotonic()
             try:
-                answer = self._caller.ask("PUT", f"/v1/exports/sessions/{self._session}", {})
+                answer = self._ask("PUT", f"/v1/exports/sessions/{self._session}", {})
             except PeerSilentError:
                 if time.monotonic() - heard > SILENT_S:
                     raise
@@ -270,6 +333,27 @@ class Peer:
             # What was staged or deleted here meanwhile may match what is offered there.
             if self._plane.remote_wanted(self.name):
                 raise RdmaPeerError("this node has other images now")
+
+    def _look_for_trouble(self) -> None:
+        """Tell of memory that a link may not read into; what is not refused is read on."""
+        links = self._reader.links if self._reader is not None else []
+        trouble = next((link.trouble for link in links if link.trouble), "")
+        if trouble != self.reason:
+            log.warning("reads from a peer are refused in part", peer=self.name, reason=trouble)
+            self._plane.note_trouble(self.name, trouble)
+            self.reason = trouble
+
+    def _ask(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        self._silent = True
+        try:
+            answer = self._caller.ask(method, path, body)
+        except PeerSilentError:
+            raise
+        except RdmaPeerError:
+            self._silent = False
+            raise
+        self._silent = False
+        return answer
 
     def _failure(self) -> str:
         links = self._reader.links if self._reader is not None else []
@@ -289,10 +373,16 @@ class Peer:
             except Exception:  # a new connection needs nothing of the old one
                 log.exception("letting go of a peer", peer=self.name)
         session, self._session = self._session, ""
-        if session:
+        if session and not self._silent:
             # Whatever it answers: it closes what is not renewed.
             with contextlib.suppress(Exception):
                 self._caller.ask("DELETE", f"/v1/exports/sessions/{session}")
+
+
+def _clean(said: object) -> str:
+    """One line of bounded length, whatever the peer wrote."""
+    text = str(said)[:SAID_MAX]
+    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def open_reader(settings: RemoteSection, depth: int, pumps: int) -> Reader:
@@ -323,21 +413,3 @@ def _address(places: list[Place], page: int) -> tuple[int, int]:
         if first <= page < first + pages:
             return address + (page - first) * PAGE_BYTES, key
     raise ValueError(f"the peer does not say where page {page} is")
-
-
-def read_token(path: Path, key: str) -> str:
-    """Return the token in a file.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    try:
-        token = path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{key}: {path} cannot be read: {error}; it holds the token that the peer's "
-            "exports.token_file has"
-        ) from None
-    if not token:
-        raise ConfigError(f"{key}: {path} is empty; it holds the peer's token")
-    return token

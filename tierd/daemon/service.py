@@ -20,7 +20,6 @@ import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
@@ -39,11 +38,13 @@ from tierd.daemon.plane import DataPlane
 from tierd.daemon.recent import Recent
 from tierd.daemon.scrub import Scrubber
 from tierd.daemon.steering import Steering
+from tierd.daemon.tokens import read_token
 from tierd.errors import TierdError
 from tierd.io import _core
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from tierd.config import Settings
     from tierd.daemon.attach import AttachedClient
@@ -53,6 +54,7 @@ log = structlog.get_logger("tierd.daemon")
 
 WATCH_S = 1.0
 TELL_S = 5.0
+LEAVE_S = 3.0  # for good-byes to peers
 WATCHDOG_LOOKS = 3  # in the time that systemd grants
 THREADS_END_S = 1.0  # at the end of all, for threads that are still at it
 BEATS = 8  # of the event loop in the time that the watchdog grants it
@@ -294,9 +296,10 @@ class Daemon:
         if not remote.peers:
             return
         # The daemon of a node without peers needs no TLS and no HTTP client.
-        from tierd.daemon.remotes import Caller, Peer, read_token  # noqa: PLC0415
+        from tierd.daemon.remotes import Caller, Peer  # noqa: PLC0415
 
-        token = read_token(Path(remote.token_file), "remote.token_file")
+        copied = "it holds a copy of the peers' exports.token_file"
+        token = read_token("remote.token_file", remote.token_file, cure=copied).decode()
         self.peers = [
             Peer(caller, remote, self.settings.pump, self.plane, self._peer_changed)
             for caller in [Caller(peer, token, remote.ca_file) for peer in remote.peers]
@@ -307,7 +310,10 @@ class Daemon:
 
     def _leave_peers(self) -> None:
         for peer in self.peers:
-            peer.stop()
+            peer.leave()
+        ends = time.monotonic() + LEAVE_S
+        for peer in self.peers:
+            peer.stop(ends - time.monotonic())
 
     def _start_watchdog(self) -> Any:
         daemon = self.settings.daemon

@@ -382,7 +382,8 @@ def _make_tables(
     try:
         if options.audit_every:
             for index, image in enumerate(images):
-                audits[index] = _make_audit(image, link, options, device)
+                if (one := _make_audit(image, link, options, device)) is not None:
+                    audits[index] = one
         shared: dict[str, Any] = {
             "options": options,
             "cache_rows": cache_rows,
@@ -404,13 +405,17 @@ def _make_tables(
 
 def _make_audit(
     image: ImageInfo, link: Link, options: TableOptions, device: torch.device | None
-) -> Audit:
+) -> Audit | None:
     """Build what audits a table: an oracle over the devices, and who asks it."""
     from tierd.gpu import audit  # noqa: PLC0415 - only who audits needs torch here
 
-    entry = next(
-        entry for entry in link.map["images"] if int(entry["image_id"], 16) == image.image_id
+    entry: dict[str, Any] = next(
+        (entry for entry in link.map["images"] if int(entry["image_id"], 16) == image.image_id),
+        {"devices": []},
     )
+    if not entry["devices"]:
+        log.warning("%s is not audited: it lies at peers, whose devices are not here", image.name)
+        return None
     fds = dict(zip(link.devices, link.device_fds, strict=True))
     rows: ImageRows = audit.image_rows(image, entry, fds)
     judge: RowJudge = audit.RowJudge(

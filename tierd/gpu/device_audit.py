@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from tierd.gpu.audit import RowJudge
 
+_CLOSE_S = 2.0
 _HEAD_BYTES = 4096
 _HEAD_WORDS = _HEAD_BYTES // 8
 
@@ -48,6 +50,9 @@ class DeviceAudit:
         self._values = memory[_HEAD_BYTES : _HEAD_BYTES + size].view(kind).reshape(ROWS, spec.dim)
         self._state = torch.zeros(2, dtype=torch.int64, device=device)
         self._cuda = device.type == "cuda"
+        # At close() the watcher may be comparing, with descriptors that close() takes.
+        self._lock = threading.Lock()
+        self._closed = False
         if self._cuda:
             WATCH.add(self)
 
@@ -70,6 +75,10 @@ class DeviceAudit:
 
     def reason(self) -> str | None:
         """Compare what the kernel has copied since the last call; why it is wrong, or None."""
+        with self._lock:
+            return None if self._closed else self._compare()
+
+    def _compare(self) -> str | None:
         written = int(self._words[kernels_audit.WRITTEN.value])
         if written == int(self._words[kernels_audit.TAKEN.value]):
             return None
@@ -89,4 +98,10 @@ class DeviceAudit:
     def close(self) -> None:
         """Watch no more, and let go of the oracle."""
         WATCH.remove(self)
-        self._close()
+        self._closed = True
+        # A read that hangs must not hold the engine up; its descriptors then stay open.
+        if self._lock.acquire(timeout=_CLOSE_S):
+            try:
+                self._close()
+            finally:
+                self._lock.release()

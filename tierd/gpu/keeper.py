@@ -10,6 +10,7 @@ graphs hold. Nothing of either calls CUDA.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import select
@@ -138,9 +139,8 @@ class Keeper:
             self._thread.join()
         self.link.detach()
         self.link.close()
-        # A read that hangs must not hold the engine up; what it left is freed with the process.
-        if self._guardian.stop(STOP_MS):
-            self._guardian = None
+        end_guardian(self._guardian)
+        self._guardian = None
         self._rewakes.clear()
         self._channel = None
         os.close(self._stop_fd)
@@ -188,7 +188,7 @@ class Keeper:
         delay_s = RETRY_S
         while not select.select([self._stop_fd], [], [], delay_s)[0]:
             try:
-                link = Link.connect(self._path, 0.0)
+                link = Link.open(self._path, 0.0)
             except AttachError as error:
                 self._say(error)
                 delay_s = RETRY_S
@@ -205,6 +205,7 @@ class Keeper:
                 return False
             self._next = link
         try:
+            link.greet()
             link.attach(self._request, self._channel.fd)
         except AttachError as error:
             link.close()
@@ -254,7 +255,7 @@ class Keeper:
             channel = guardian.add_channel(self._channel.fd)
             wanted = self._guarded_rings(tables)
         except (KeyError, TypeError, ValueError, OSError, RuntimeError) as error:
-            guardian.stop(STOP_MS)
+            end_guardian(guardian)
             raise AttachError(f"the daemon's image map cannot be used: {error!r}") from None
         return guardian, channel, wanted
 
@@ -282,12 +283,22 @@ class Keeper:
                 return
             before, after = self._guardian, self._make_guardian(self.link)
             if not before.remove_channel(self._guarded, STOP_MS):
-                after[0].stop(STOP_MS)  # it began to serve just now, and its reads hang
+                end_guardian(after[0])  # it began to serve just now, and its reads hang
                 return
             self._guard(*after)
             self._stale = False
             self._takeovers_before += int(before.stats()["takeovers"])
-            before.stop(STOP_MS)
+            end_guardian(before)
+
+
+def end_guardian(guardian: Any) -> None:
+    """Stop a guardian; one with a read that hangs is never collected.
+
+    Its end would wait for the read with the interpreter's lock held, and so hold the engine up.
+    What it left is freed with the process.
+    """
+    if not guardian.stop(STOP_MS):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(guardian))
 
 
 def _table(image: dict[str, Any], devices: dict[str, int]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from tierd.gpu.kernels_fill import PAGE_WORDS, SLOTS_MASK, set_fault
+from tierd.gpu.kernels_kick import DESC_ZERO
 from tierd.gpu.kernels_sync import halt, mix32, mix_words, row_seed, to_bf16
 from tierd.gpu.state import (
     ARENA_G,
@@ -111,8 +112,14 @@ def stop_if(wrong, rows, code, ring, fault, stats, sequence, grace_ns):
 
 
 @triton.jit
-def locate(ids, cols, stride0, stride1, count, desc, words, table, ROWS: tl.constexpr):
-    """Return (index, inside, rows, places, hit, changed) of this program's rows."""
+def locate(
+    ids, cols, stride0, stride1, count, row_lo, row_hi, desc, words, table, ROWS: tl.constexpr,
+    LOSSY: tl.constexpr,
+):  # fmt: skip
+    """Return (index, inside, rows, places, hit, changed) of this program's rows.
+
+    With LOSSY a row of this rank may have no place; otherwise one without was not kicked.
+    """
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = index < count
     rows = tl.load(
@@ -123,6 +130,8 @@ def locate(ids, cols, stride0, stride1, count, desc, words, table, ROWS: tl.cons
     found = tl.load(words + places, mask=hit, other=0)
     key = (table.to(tl.int64) << 58) | ((rows + 1) << 24)
     changed = hit & (((found ^ key) >> 24) != 0)
+    if not LOSSY:
+        changed |= inside & (places == DESC_ZERO) & (rows >= row_lo) & (rows < row_hi)
     return index, inside, rows, places, hit, changed
 
 
@@ -145,18 +154,18 @@ def mark_gathered(lane, ring):
 
 
 _STEADY = [
-    "cols", "stride0", "stride1", "count", "table", "arena_g_words", "arena_pages", "key0",
-    "key1", "grace_ns",
+    "cols", "stride0", "stride1", "count", "row_lo", "row_hi", "table", "arena_g_words",
+    "arena_pages", "key0", "key1", "grace_ns",
 ]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_STEADY, do_not_specialize_on_alignment=["ids"])
 def gather_scaled(
-    ids, cols, stride0, stride1, count, desc, words, slots, out, table, lane, ring, arena,
-    arena_bytes, arena_g_words, arena_pages, fault, stats, key0, key1, grace_ns,
+    ids, cols, stride0, stride1, count, row_lo, row_hi, desc, words, slots, out, table, lane, ring,
+    arena, arena_bytes, arena_g_words, arena_pages, fault, stats, key0, key1, grace_ns,
     ROWS_PER_PAGE: tl.constexpr, ROW_WORDS: tl.constexpr, BLOCK: tl.constexpr,
     DIM: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, CANONICAL: tl.constexpr,
-    ZERO: tl.constexpr,
+    ZERO: tl.constexpr, LOSSY: tl.constexpr,
 ):  # fmt: skip
     """Gather rows of e4m3 payloads with one e8m0 scale per 32; `out` is bf16 [count, DIM].
 
@@ -164,7 +173,7 @@ def gather_scaled(
     the caller's slots and arena, as bytes.
     """
     index, inside, rows, places, hit, changed = locate(
-        ids, cols, stride0, stride1, count, desc, words, table, ROWS
+        ids, cols, stride0, stride1, count, row_lo, row_hi, desc, words, table, ROWS, LOSSY
     )
     group = tl.arange(0, GROUPS)
     column = group[None, :, None] * 32 + tl.arange(0, 32)[None, None, :]
@@ -203,18 +212,18 @@ def gather_scaled(
 
 @triton.jit(do_not_specialize=_STEADY, do_not_specialize_on_alignment=["ids"])
 def gather_plain(
-    ids, cols, stride0, stride1, count, desc, words, slots, out, table, lane, ring, arena,
-    arena_elements, arena_g_words, arena_pages, fault, stats, key0, key1, grace_ns,
+    ids, cols, stride0, stride1, count, row_lo, row_hi, desc, words, slots, out, table, lane, ring,
+    arena, arena_elements, arena_g_words, arena_pages, fault, stats, key0, key1, grace_ns,
     ROWS_PER_PAGE: tl.constexpr, ROW_WORDS: tl.constexpr, BLOCK: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, CANONICAL: tl.constexpr,
-    FORMAT: tl.constexpr, PER_WORD: tl.constexpr,
+    FORMAT: tl.constexpr, PER_WORD: tl.constexpr, LOSSY: tl.constexpr,
 ):  # fmt: skip
     """Gather rows whose elements stand for themselves: e4m3, bf16 (as int16) or bytes.
 
     PER_WORD elements make 32 bits; WIDTH is DIM rounded up to a power of two.
     """
     index, inside, rows, places, hit, changed = locate(
-        ids, cols, stride0, stride1, count, desc, words, table, ROWS
+        ids, cols, stride0, stride1, count, row_lo, row_hi, desc, words, table, ROWS, LOSSY
     )
     column = tl.arange(0, WIDTH)[None, :]
     base = places.to(tl.int64) * (ROW_WORDS * PER_WORD)

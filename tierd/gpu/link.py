@@ -44,11 +44,11 @@ class Link:
         dram: index of an image in memory -> (descriptor, bytes).
     """
 
-    def __init__(self, sock: socket.socket, path: str, hello: dict[str, Any]) -> None:
+    def __init__(self, sock: socket.socket, path: str) -> None:
         self._sock: socket.socket | None = sock
         self._path = path
-        self.boot_id = str(hello.get("boot_id", ""))
-        self.daemon_pid = int(hello.get("pid", 0))
+        self.boot_id = ""
+        self.daemon_pid = 0
         self.client_id = ""
         self.wake_fd = -1
         self.device_fds: list[int] = []
@@ -64,20 +64,40 @@ class Link:
         Raises:
             AttachError: no daemon within ``wait_s`` seconds, or one of another ABI.
         """
-        sock = _connect(path, wait_s)
+        link = cls.open(path, wait_s)
         try:
-            sock.settimeout(ANSWER_TIMEOUT_S)
-            answer, fds = _exchange(sock, path, {"op": "hello", "abi": wire.ABI})
-            wire.close_all(fds)
-            if answer.get("abi") != wire.ABI:
-                raise AttachError(
-                    f"{path}: the daemon speaks attach ABI {answer.get('abi')}, this engine's "
-                    f"tierd {wire.ABI}; install the same tierd on both sides"
-                )
-            return cls(sock, path, answer)
+            link.greet()
         except BaseException:
-            sock.close()
+            link.close()
             raise
+        return link
+
+    @classmethod
+    def open(cls, path: str, wait_s: float) -> Self:
+        """Connect without a word, so that :meth:`interrupt` can end the greeting, too.
+
+        Raises:
+            AttachError: no daemon within ``wait_s`` seconds.
+        """
+        sock = _connect(path, wait_s)
+        sock.settimeout(ANSWER_TIMEOUT_S)
+        return cls(sock, path)
+
+    def greet(self) -> None:
+        """Learn who the daemon is.
+
+        Raises:
+            AttachError: no answer, or a daemon of another ABI.
+        """
+        answer, fds = self.ask({"op": "hello", "abi": wire.ABI})
+        wire.close_all(fds)
+        if answer.get("abi") != wire.ABI:
+            raise AttachError(
+                f"{self._path}: the daemon speaks attach ABI {answer.get('abi')}, this engine's "
+                f"tierd {wire.ABI}; install the same tierd on both sides"
+            )
+        self.boot_id = str(answer.get("boot_id", ""))
+        self.daemon_pid = int(answer.get("pid", 0))
 
     def ask(
         self, message: dict[str, Any], fds: Sequence[int] = ()

@@ -211,10 +211,12 @@ class GpuTable:
         # Sub-batches that may be out at once. With an arena for one alone a second would wait for
         # the first one's gather: fine on a GPU, but the interpreter runs one thing at a time.
         fit = min(self.ring.arena_pages // self.rows_max, int(_core.protocol.RING_DEPTH) - 1)
+        self._at_once = max(1, fit)  # by a kick, whose stream waits for lookups and not for gathers
         self._ahead = max(2 if self._cuda else 1, fit)
         self.lanes = [Lane(cache.device, self.rows_max) for _ in range(1 + max(2, self._ahead))]
         self._parts: _Parts | None = None
         self._seen: torch.Tensor | None = None
+        self._seen_before: list[torch.Tensor] = []  # captured graphs may still read them
         self._kicked: torch.Tensor | None = None
         self._event: torch.cuda.Event | None = None
         self._fault = self.ring.fault
@@ -244,7 +246,7 @@ class GpuTable:
         if layout.count == 0:
             return
         if layout.count > self.rows_max:
-            self._begin_parts(ids, layout)
+            self._begin_parts(ids, layout, self._at_once)
             assert self._parts is not None
             for event in self._parts.events:
                 if event is not None:
@@ -309,6 +311,8 @@ class GpuTable:
         Args:
             bits: u8, a bit a row, as of :mod:`tierd.io.seen`; copied to the cache's device.
         """
+        if self._seen is not None:
+            self._seen_before.append(self._seen)
         self._seen = torch.from_numpy(bits).to(self._cache.device)
 
     def set_quota(self, ways: int) -> None:
@@ -397,15 +401,15 @@ class GpuTable:
     ) -> None:
         ring, image = self.ring, self.image
         shared = (
-            ids, layout.cols, layout.stride0, layout.stride1, layout.count, lane.desc,
-            self._cache.words, self._elements, out, image.number, lane.words, ring.words,
-            ring.arena, ring.arena_elements, ring.arena_g_words, ring.arena_pages,
-            ring.fault_words, ring.stats, *ring.keys, GRACE_NS,
+            ids, layout.cols, layout.stride0, layout.stride1, layout.count, image.row_lo,
+            self._hi, lane.desc, self._cache.words, self._elements, out, image.number,
+            lane.words, ring.words, ring.arena, ring.arena_elements, ring.arena_g_words,
+            ring.arena_pages, ring.fault_words, ring.stats, *ring.keys, GRACE_NS,
         )  # fmt: skip
         rows = gather_rows(layout.count)
         grid = (-(-layout.count // rows),)
         options = {"ROWS": rows, "CANONICAL": image.canonical_zero, "DIM": image.dim}
-        options |= image.geometry
+        options |= {"LOSSY": self._seen is not None, **image.geometry}
         if image.row_format == RowFormat.E4M3_E8M0:
             kernels_gather.gather_scaled[grid](
                 *shared, **options, GROUPS=pow2(image.dim // 32), ZERO=image.zero_scale_bits,
@@ -427,8 +431,8 @@ class GpuTable:
 
     # --- more rows than a request takes -----------------------------------------------------------
 
-    def _begin_parts(self, ids: torch.Tensor, layout: IdLayout) -> None:
-        """Cut into sub-batches and kick as many as the arena has room for."""
+    def _begin_parts(self, ids: torch.Tensor, layout: IdLayout, at_once: int) -> None:
+        """Cut into sub-batches and kick the first ``at_once``."""
         self._abandon_parts()
         self._kicked = None
         self._join()
@@ -436,7 +440,7 @@ class GpuTable:
         self._launch_wait_fill(self.lanes[0], FILL_PROGRAMS)
         self._launch_finish(self.lanes[0])
         self._parts = _Parts(ids, layout.parts(ids, self.rows_max))
-        self._kick_parts(self._parts, self._ahead)
+        self._kick_parts(self._parts, at_once)
 
     def _kick_parts(self, parts: _Parts, end: int) -> None:
         while len(parts.events) < min(end, len(parts.pieces)):
@@ -459,7 +463,7 @@ class GpuTable:
     def _gather_parts(self, ids: torch.Tensor, layout: IdLayout, out: torch.Tensor) -> None:
         """Work in sub-batches: the next ones' reads are out while this one gathers."""
         if self._parts is None or not _same(self._parts.ids, ids):
-            self._begin_parts(ids, layout)
+            self._begin_parts(ids, layout, self._ahead)
         parts = self._parts
         assert parts is not None
         flat = out.view(-1, self.image.dim)

@@ -110,8 +110,15 @@ class TableClient:
         rows = np.asarray(ids, np.int64).reshape(-1)
         wanted = seen.is_wanted(bits, rows)
         target = out if isinstance(out, np.ndarray) else _memory_of(out, raw=self.raw)
-        flat = target.reshape(len(rows), -1)
-        found = np.empty((int(wanted.sum()), flat.shape[1]), flat.dtype)
+        dim = self.info.table.dim
+        # Of memory that is not contiguous, reshape gives a copy: the rows would go nowhere.
+        if target.shape != (*np.shape(ids), dim) or not target.flags.c_contiguous:
+            raise ValueError(
+                f"the output must be contiguous of shape {(*np.shape(ids), dim)}, got "
+                f"{target.shape}{'' if target.flags.c_contiguous else ', not contiguous'}"
+            )
+        flat = target.reshape(len(rows), dim)
+        found = np.empty((int(wanted.sum()), dim), flat.dtype)
         with self._explained():
             self._open().gather(rows[wanted], found)
         flat[wanted] = found

@@ -7,6 +7,7 @@ tells what the stock table's dtype and device were now.
 
 from __future__ import annotations
 
+import copy
 import os
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Self
@@ -76,8 +77,10 @@ class TableStandIn:
         self._pid = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copies of a model share the tables, as nothing in here is theirs."""
-        return self
+        """Copies of a model share the tables, but each is cast on its own."""
+        made = copy.copy(self)
+        vars(made).update(_casts=list(self._casts), _elsewhere=dict(self._elsewhere))
+        return made
 
     def bind(self, attached: attach.AttachedTables, dtype: torch.dtype) -> None:
         """Take the tables, after checking that they have the model's shape.
@@ -127,8 +130,10 @@ class TableStandIn:
         """
         attached = self._ready(like)
         if like.device.type == "cuda":
-            for table in self._tables_on(attached, like.device):
-                table.kick(ids)
+            there, tables = self._tables_on(attached, like.device)
+            with there.lock:
+                for table in tables:
+                    table.kick(ids)
             return
         rows = ids.detach().to("cpu", torch.int64).contiguous()
         with attached.lock:
@@ -159,11 +164,12 @@ class TableStandIn:
         self, attached: attach.AttachedTables, ids: torch.Tensor, device: torch.device
     ) -> torch.Tensor:
         """The same on a GPU: work of its streams alone, which a CUDA graph may capture."""
-        tables = self._tables_on(attached, device)
+        there, tables = self._tables_on(attached, device)
         shape = (len(tables), *ids.shape, self.dim)
         out = torch.empty(shape, dtype=torch.bfloat16, device=device)
-        for table, part in zip(tables, out, strict=True):
-            table.gather(ids, part)
+        with there.lock:
+            for table, part in zip(tables, out, strict=True):
+                table.gather(ids, part)
         return self._values(out)
 
     def _values(self, rows: torch.Tensor) -> torch.Tensor:
@@ -175,12 +181,18 @@ class TableStandIn:
 
     def _tables_on(
         self, attached: attach.AttachedTables, device: torch.device
-    ) -> tuple[Table, ...]:
+    ) -> tuple[attach.AttachedTables, tuple[Table, ...]]:
+        """Return the tables on a GPU, and whose lock keeps the calls of several threads apart.
+
+        The lock orders what threads enqueue. That their streams run it in this order is up to
+        them; threads that name no stream share one.
+        """
         name = str(device)
-        if name not in self._elsewhere:
+        with attached.lock:  # two threads must not attach twice
             there = attached.on(name)
+        if name not in self._elsewhere:
             self._elsewhere[name] = tuple(there.table(self.kind, layer) for layer in self.layers)
-        return self._elsewhere[name]
+        return there, self._elsewhere[name]
 
     def _ready(self, like: torch.Tensor) -> attach.AttachedTables:
         if self._attached is None:

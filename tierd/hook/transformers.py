@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from tierd.errors import HookError
 from tierd.hook import attach, rows, settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from types import ModuleType
 
     from torch import nn
@@ -105,6 +106,7 @@ def _bind_before(load: Callable[..., Any], engine: str) -> Callable[..., Any]:
             _check_load(load_config, checkpoint_files)
             _bind(modules, [Path(file) for file in checkpoint_files], engine)
         if modules:
+            _refuse_tables_in(state_dict or {}, modules)
             ignored = set(model._keys_to_ignore_on_load_unexpected or ())  # noqa: SLF001
             patterns = {module.tierd_ignored_key for module in modules}
             model._keys_to_ignore_on_load_unexpected = ignored | patterns  # noqa: SLF001
@@ -129,6 +131,19 @@ def _check_load(load_config: Any, files: Any) -> None:
             "a quantized model is not served yet: tierd was not compared with it bit by bit; "
             "load it without quantization_config, or run it without tierd"
         )
+
+
+def _refuse_tables_in(state_dict: Iterable[str], modules: list[nn.Module]) -> None:
+    """Refuse tensors of a table that would be dropped without a word for rows from elsewhere."""
+    for module in modules:
+        pattern: str = module.tierd_ignored_key  # type: ignore[assignment]
+        for key in state_dict:
+            if re.search(pattern, key):
+                raise HookError(
+                    f"the given state_dict holds {key}, a table that tierd would not load but "
+                    "serve; load the model from its safetensors files, or leave the table out and "
+                    "set TIERD_MODEL=NAME; run: tierd images"
+                )
 
 
 def _bind(modules: list[nn.Module], files: list[Path], engine: str) -> None:

@@ -7,7 +7,9 @@ else normal ones, and `page_kind` says which.
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +17,7 @@ import numpy as np
 from tierd.errors import RdmaMemoryError, VerifyError
 from tierd.io.blocks import FAULT_WORDS, PageReader
 from tierd.io.device import PAGE_BYTES
+from tierd.io.linux import memory_available, populate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +30,8 @@ HUGE_BYTES = 2 << 20
 BLOCK_PAGES = 512  # read and checked at a time
 # (first page, pages, address, key) of a contiguous piece of an image in a peer's memory.
 Place = tuple[int, int, int, int]
+SPARE_BYTES = 1 << 30  # of the node's memory is left alone
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _MAP_HUGETLB = 0x40000
 _MADV_HUGEPAGE = 14
 
@@ -35,7 +40,7 @@ class ImageMemory:
     """Memory that holds one image.
 
     Attributes:
-        pages: uint8 [pages * 4096], page aligned.
+        pages: uint8 [pages * 4096], page aligned; none after :meth:`close`.
         page_kind: what backs it: "huge pages" or why not.
     """
 
@@ -46,43 +51,52 @@ class ImageMemory:
             RdmaMemoryError: there is not enough.
         """
         size = pages * PAGE_BYTES
-        if size > (free := _available_bytes()):
-            raise RdmaMemoryError(
-                f"an export of {size >> 20} MiB does not fit the {free >> 20} MiB of memory that "
-                "are available; run: free -m"
-            )
         whole = -(-size // HUGE_BYTES) * HUGE_BYTES
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         try:
-            # Populated at once, or a page that is not there would end the process later.
-            memory = mmap.mmap(-1, whole, flags | _MAP_HUGETLB | mmap.MAP_POPULATE)
+            self._map = _huge(whole)
             self.page_kind = "huge pages"
         except OSError as error:
             self.page_kind = (
                 f"normal pages: {whole // HUGE_BYTES} huge pages of 2 MiB are not free "
                 f"({error.strerror})"
             )
-            try:
-                memory = mmap.mmap(-1, whole, flags)
-            except OSError as worse:
-                raise RdmaMemoryError(
-                    f"{size >> 20} MiB of memory for an export are refused: {worse.strerror}; "
-                    "run: free -m"
-                ) from None
-            with contextlib.suppress(OSError):
-                memory.madvise(_MADV_HUGEPAGE)
-        self.pages: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)[:size]
+            self._map = _normal(whole)
+        self.pages: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)[:size]
+
+    def close(self) -> None:
+        """Give it up, once nobody else holds a part of it. Idempotent."""
+        self.pages = np.empty(0, np.uint8)
+        # Collected, the map would hold up every other thread for as long as it takes.
+        with contextlib.suppress(BufferError):
+            self._map.close()
 
 
-def _available_bytes() -> int:
-    """Return what can be taken without pushing anything out, free huge pages included."""
-    found = {}
-    with open("/proc/meminfo", encoding="ascii") as file:
-        for line in file:
-            name, _, rest = line.partition(":")
-            found[name] = int(rest.split()[0])
-    huge = found.get("HugePages_Free", 0) * found.get("Hugepagesize", 0)
-    return (found.get("MemAvailable", 0) + huge) * 1024
+def _huge(size: int) -> mmap.mmap:
+    """Return huge pages that are there, or a page that is not would end the process later."""
+    memory = mmap.mmap(-1, size, _PRIVATE | _MAP_HUGETLB)
+    failed = populate(np.frombuffer(memory, np.uint8))
+    if failed not in {0, errno.EINVAL}:  # an old kernel has reserved them at least
+        memory.close()
+        raise OSError(failed, os.strerror(failed))
+    return memory
+
+
+def _normal(size: int) -> mmap.mmap:
+    free = memory_available()
+    if free < size + SPARE_BYTES:
+        raise RdmaMemoryError(
+            f"an export of {size >> 20} MiB does not fit the {free >> 20} MiB of memory that "
+            f"are available, of which {SPARE_BYTES >> 20} MiB are left alone; run: free -m"
+        )
+    try:
+        memory = mmap.mmap(-1, size, _PRIVATE)
+    except OSError as error:
+        raise RdmaMemoryError(
+            f"{size >> 20} MiB of memory for an export are refused: {error.strerror}; run: free -m"
+        ) from None
+    with contextlib.suppress(OSError):
+        memory.madvise(_MADV_HUGEPAGE)
+    return memory
 
 
 def load(

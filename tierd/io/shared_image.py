@@ -17,7 +17,7 @@ import numpy as np
 
 from tierd.errors import DramError
 from tierd.io.device import PAGE_BYTES
-from tierd.io.exports import HUGE_BYTES, load
+from tierd.io.exports import HUGE_BYTES, SPARE_BYTES, load
 from tierd.io.linux import memory_available
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from tierd.io.store_set import StripedImage
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-SPARE_BYTES = 1 << 30  # of the node's memory is left alone
 
 
 class SharedImage:

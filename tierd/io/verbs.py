@@ -30,6 +30,8 @@ CLASS = Path("/sys/class/infiniband")
 KINDS = ("RoCE v2", "IB/RoCE v1")  # as the kernel names them, best first
 SCOPES = ("ipv4", "ipv6", "link-local")  # best first
 READ_DEPTH_MAX = 128
+GIDS_MAX = 256  # of a port's table; a queue pair takes no index above 255
+IWARP = "RNIC"  # in sysfs' node_type
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,7 +110,8 @@ class Port:
 
     def to_json(self) -> dict[str, Any]:
         """Return what the peer is told."""
-        return {**dataclasses.asdict(self), "gids": [gid.to_json() for gid in self.gids]}
+        gids = [gid.to_json() for gid in self.gids[:GIDS_MAX]]
+        return {**dataclasses.asdict(self), "gids": gids}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
@@ -175,7 +178,7 @@ def find_port(device: str = "auto", port: int = 0, gid_index: int = -1) -> Port:
     """Return a port to use.
 
     Args:
-        device: its name; "auto" takes the first with an active port.
+        device: its name; "auto" takes the first with an active port that can be used.
         port: its number; 0 takes the first that is active.
         gid_index: the GID to use; -1 ranks them.
 
@@ -194,10 +197,16 @@ def find_port(device: str = "auto", port: int = 0, gid_index: int = -1) -> Port:
     chosen = [one for one in found if device in {"auto", one["name"]}]
     if all(one["trouble"] for one in chosen):
         raise RdmaPermissionError(f"{chosen[0]['trouble']}; run: tierd doctor")
+    unfit: RdmaPortError | None = None
     for one in chosen:
         for each in one["ports"]:
             if each["state"] == "active" and port in {0, each["port"]}:
-                return _port(one, each, gid_index)
+                try:
+                    return _port(one, each, gid_index)
+                except RdmaPortError as error:  # the next may do
+                    unfit = unfit or error
+    if unfit is not None:
+        raise unfit
     seen = ", ".join(
         f"{one['name']} port {each['port']} is {each['state']}"
         for one in chosen
@@ -235,6 +244,8 @@ def devices() -> list[dict[str, Any]]:
 
 def _port(device: dict[str, Any], port: dict[str, Any], gid_index: int) -> Port:
     name, number = device["name"], port["port"]
+    if IWARP in _text(CLASS / name / "node_type"):
+        raise RdmaPortError(f"{name} is iWARP, which tierd does not use; run: tierd doctor")
     gids: list[Gid] = []
     if port["link_layer"] == "Ethernet":
         table = read_gids(name, number)
@@ -254,7 +265,7 @@ def _port(device: dict[str, Any], port: dict[str, Any], gid_index: int) -> Port:
 
 
 def read_gids(device: str, port: int, *, sys_: Path = CLASS) -> list[Gid]:
-    """Return the used entries of a port's GID table, by index.
+    """Return the used entries of a port's GID table that a queue pair can name, by index.
 
     Raises:
         RdmaPortError: there is no such table: the device has just gone, or /sys is hidden.
@@ -270,6 +281,8 @@ def read_gids(device: str, port: int, *, sys_: Path = CLASS) -> list[Gid]:
         ) from None
     # A table may have a thousand entries; those in use are a few.
     for name in names:
+        if int(name) >= GIDS_MAX:
+            continue
         value = bytes.fromhex(_text(folder / "gids" / name).replace(":", ""))
         if not any(value):
             continue

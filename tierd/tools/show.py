@@ -95,6 +95,8 @@ def _concerns(state: dict[str, Any]) -> Iterator[str]:
         yield f"nothing is exported: {state['exports_fault']}"
     for peer in state["peers"]:
         how = f"over {peer['transport']}: {', '.join(peer['images']) or 'no image of ours'}"
+        if peer["up"] and peer["reason"]:
+            how = f"{how}; some of its reads are refused: {peer['reason']}"
         yield f"peer {peer['name']}: {how if peer['up'] else 'away: ' + peer['reason']}"
     for image in state["incomplete_images"]:
         yield f"not served: {image['name']}: {image['reason']}"

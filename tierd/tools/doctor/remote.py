@@ -78,11 +78,16 @@ def _mtu(port: verbs.Port) -> Finding:
 
 
 def _memlock(settings: Settings) -> Finding:
-    """Compare what is registered, once for each port that is used, with the limit."""
-    need = settings.channel.arena_pages_max * PAGE_BYTES + _exported_bytes(settings)
+    """Compare what is registered with the limit: exports, and with each peer clients' arenas."""
+    arenas = settings.channel.arena_pages_max * PAGE_BYTES * len(settings.remote.peers)
+    exported = _exported_bytes(settings)
+    need = arenas + exported
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     shown = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit >> 20} MiB"
-    evidence = f"{need >> 20} MiB are registered at most, RLIMIT_MEMLOCK is {shown}"
+    evidence = (
+        f"{exported >> 20} MiB of exports and up to {arenas >> 20} MiB for each client are "
+        f"registered, RLIMIT_MEMLOCK is {shown}"
+    )
     if limit == resource.RLIM_INFINITY or limit >= need:
         return fine("remote", "memory can be locked for the network card", evidence)
     return Finding(
@@ -91,7 +96,7 @@ def _memlock(settings: Settings) -> Finding:
         "problem",
         "too little memory can be locked for the network card",
         evidence,
-        "exports and one client's arenas are registered once with each card that is used",
+        "exports are registered once, each client's arenas once for each peer",
         UNIT_CURE,
     )
 
