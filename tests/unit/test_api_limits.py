@@ -7,15 +7,17 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import uvloop
 
 from tests import checkpoints
 from tests.daemons import make_node
 from tests.rest import Rest, serving
-from tierd.api import parse, server, streams
+from tierd.api import limits, parse, server, streams
 from tierd.api.common import JUDGES
 from tierd.api.limits import CALLERS_MAX, Limits
 from tierd.daemon import hub
@@ -45,15 +47,15 @@ async def connect(rest: Rest) -> tuple[asyncio.StreamReader, asyncio.StreamWrite
 
 
 def test_a_caller_gets_its_rate_and_a_burst_of_as_many() -> None:
-    limits = Limits(requests_per_s=10, connections_max=8)
-    assert [limits.admit("a", 0.0) for _ in range(10)] == [0.0] * 10
-    assert limits.admit("a", 0.0) == pytest.approx(0.1)
-    assert limits.admit("b", 0.0) == 0.0
-    assert limits.admit("a", 0.1) == 0.0
-    assert limits.admit("a", 0.1) > 0
+    bounds = Limits(requests_per_s=10, connections_max=8)
+    assert [bounds.admit("a", 0.0) for _ in range(10)] == [0.0] * 10
+    assert bounds.admit("a", 0.0) == pytest.approx(0.1)
+    assert bounds.admit("b", 0.0) == 0.0
+    assert bounds.admit("a", 0.1) == 0.0
+    assert bounds.admit("a", 0.1) > 0
     for number in range(2 * CALLERS_MAX):
-        limits.admit(f"caller {number}", 0.2)
-    assert len(limits._buckets) == CALLERS_MAX
+        bounds.admit(f"caller {number}", 0.2)
+    assert len(bounds._buckets) == CALLERS_MAX
 
 
 async def test_who_asks_too_often_is_told_when_to_come_back(device: Path, tmp_path: Path) -> None:
@@ -69,7 +71,13 @@ async def test_who_asks_too_often_is_told_when_to_come_back(device: Path, tmp_pa
 # --- connections ---------------------------------------------------------------------------------
 
 
-async def test_one_connection_too_many_is_told_so(device: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_one_connection_too_many_is_told_so(device: Path, tmp_path: Path, make_loop: Any) -> None:
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        runner.run(_one_too_many(device, tmp_path))
+
+
+async def _one_too_many(device: Path, tmp_path: Path) -> None:
     async with serving(device, tmp_path, **{"api.connections_max": 8}) as rest:
         held = [await connect(rest) for _ in range(8)]
         await asyncio.sleep(0)
@@ -84,6 +92,58 @@ async def test_one_connection_too_many_is_told_so(device: Path, tmp_path: Path) 
             await held_writer.wait_closed()
         assert (await rest.get("/v1/status"))["name"] == "tierd"
         assert rest.app[server.LIMITS].refused["connections"] == 1
+
+
+async def test_readers_of_metrics_take_no_place_from_the_operator(
+    device: Path, tmp_path: Path
+) -> None:
+    bounds = {"api.connections_max": 8, "metrics.listen": "127.0.0.1:0", "api.requests_per_s": 5}
+    async with serving(device, tmp_path, **bounds) as rest:
+        address, _, port = rest.api.addresses["metrics.listen"].rpartition(":")
+        held = [await asyncio.open_connection(address, port) for _ in range(8)]
+        main, metrics = rest.api.slots
+        await rest.until(lambda: metrics.taken == 8)
+        reader, writer = await asyncio.open_connection(address, port)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 503 ")
+        assert main.taken == 0
+        assert (await rest.get("/v1/status"))["name"] == "tierd"
+        reader_of_all, writer_of_all = held[0]
+        writer_of_all.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 60)
+        statuses = []
+        for _ in range(60):
+            head = await reader_of_all.readuntil(b"\r\n\r\n")
+            statuses.append(int(head.split(b" ")[1]))
+            length = head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]
+            await reader_of_all.readexactly(int(length))
+        assert statuses[0] == 200
+        assert 429 in statuses
+        assert (await rest.get("/v1/status"))["name"] == "tierd"
+        for _, each in [*held, (reader, writer)]:
+            each.close()
+        await rest.until(lambda: metrics.taken == 0)
+
+
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+@pytest.mark.parametrize("requests", [1, 40])
+def test_who_does_not_read_the_answers_is_dropped(
+    device: Path, tmp_path: Path, make_loop: Any, requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "STALL_S", 0.1)
+    monkeypatch.setattr(server, "IDLE_S", 0.1)
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        runner.run(_not_read(device, tmp_path, requests))
+
+
+async def _not_read(device: Path, tmp_path: Path, requests: int) -> None:
+    async with serving(device, tmp_path) as rest:
+        with socket.socket(socket.AF_UNIX) as deaf:
+            deaf.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(deaf, str(rest.path))
+            deaf.send(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * requests)
+            (slots,) = rest.api.slots
+            await rest.until(lambda: slots.taken == 1)
+            await rest.until(lambda: slots.taken == 0)
+        assert (await rest.get("/v1/status"))["name"] == "tierd"
 
 
 async def test_slow_headers_and_slow_bodies_are_cut_off(
@@ -182,8 +242,8 @@ async def test_readers_in_crowds_are_bounded_and_hurt_nobody(
     device: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams, "LOOK_S", 0.05)
-    limits = {"api.streams_max": 16, "api.connections_max": 4096, "api.requests_per_s": 100_000}
-    async with serving(device, tmp_path, **limits) as rest, contextlib.AsyncExitStack() as stack:
+    bounds = {"api.streams_max": 16, "api.connections_max": 4096, "api.requests_per_s": 100_000}
+    async with serving(device, tmp_path, **bounds) as rest, contextlib.AsyncExitStack() as stack:
         statuses = []
         for _ in range(400):
             response = await stack.enter_async_context(

@@ -1,8 +1,9 @@
 """Bounds on what the REST interface does for its callers, so that none can starve the rest.
 
-Connections are counted when they are made; requests are counted a caller, by a token bucket;
+Connections are counted when they are made, those of each listener by themselves: who may only
+read the metrics takes no place from the operator. Requests are counted a caller, by a token bucket;
 readers of streams have places of their own (streams.py). Idle connections and slow headers are
-closed by aiohttp's keep-alive timer, slow bodies by parse.py.
+closed by aiohttp's keep-alive timer, slow bodies by parse.py, answers that nobody reads here.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import time
 from collections import OrderedDict
 from http import HTTPStatus
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from aiohttp import web
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from aiohttp.typedefs import Handler
 
 CALLERS_MAX = 1024
+STALL_S = 10.0  # without a byte of an answer taken
 UNLIMITED = frozenset({"/healthz", "/readyz"})
 
 
@@ -38,8 +40,7 @@ class Limits:
 
     def __init__(self, requests_per_s: int, connections_max: int) -> None:
         self._rate = float(requests_per_s)
-        self._connections_max = connections_max
-        self._connections = 0
+        self.connections_max = connections_max
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
         self.answered = dict.fromkeys(("1xx", "2xx", "3xx", "4xx", "5xx"), 0)
         self.refused = {"rate": 0, "connections": 0, "streams": 0}
@@ -54,20 +55,24 @@ class Limits:
             self._buckets.popitem(last=False)
         return 0.0 if admitted else (1 - left) / self._rate
 
+
+class Slots:
+    """The connections of one listener.
+
+    Attributes:
+        taken: those that are open.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self.taken = 0
+
     def factory(self, make: Callable[[], asyncio.Protocol]) -> asyncio.Protocol:
         """Return the protocol of a new connection, or one that says there are too many."""
-        if self._connections >= self._connections_max:
-            self.refused["connections"] += 1
+        if self.taken >= self._limits.connections_max:
+            self._limits.refused["connections"] += 1
             return _TooMany()
         return _Counted(make(), self)
-
-    def opened(self) -> None:
-        """Count a connection."""
-        self._connections += 1
-
-    def closed(self) -> None:
-        """Forget a connection."""
-        self._connections -= 1
 
 
 LIMITS = web.AppKey("limits", Limits)
@@ -78,12 +83,15 @@ async def limits_middleware(request: web.Request, handler: Handler) -> web.Strea
     """Turn away who asks too often; count what is answered."""
     limits = request.app[LIMITS]
     if request.path not in UNLIMITED:
-        wait_s = limits.admit(request[CALLER].name, time.monotonic())
+        # The metrics listener asks nobody who they are.
+        known = request.get(CALLER)
+        name = f"reader of metrics at {request.remote}" if known is None else known.name
+        wait_s = limits.admit(name, time.monotonic())
         if wait_s:
             limits.refused["rate"] += 1
             raise Problem(
                 HTTPStatus.TOO_MANY_REQUESTS,
-                f"{request[CALLER].name} asks more often than api.requests_per_s allows",
+                f"{name} asks more often than api.requests_per_s allows",
                 headers={"Retry-After": str(max(1, round(wait_s)))},
             )
     return await handler(request)
@@ -98,19 +106,44 @@ async def count_middleware(request: web.Request, handler: Handler) -> web.Stream
 
 
 class _Counted(asyncio.Protocol):
-    """Passes everything on, and counts the connection."""
+    """Passes everything on, counts the connection, and ends it if its peer does not read."""
 
-    def __init__(self, inner: asyncio.Protocol, limits: Limits) -> None:
+    _transport: asyncio.Transport
+
+    def __init__(self, inner: asyncio.Protocol, slots: Slots) -> None:
         self._inner = inner
-        self._limits = limits
+        self._slots = slots
+        self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._limits.opened()
+        self._transport = cast("asyncio.Transport", transport)
+        # So that we hear of every byte that waits: also a closing connection stays until the last
+        # one has gone.
+        self._transport.set_write_buffer_limits(high=0)
+        self._slots.taken += 1
         self._inner.connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._limits.closed()
+        self._slots.taken -= 1
+        self._stop_timer()
         self._inner.connection_lost(exc)
+
+    def _watch(self, left: int) -> None:
+        """Look again in a while whether the peer has taken any of what is left."""
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(STALL_S, self._look, left)
+
+    def _look(self, before: int) -> None:
+        left = self._transport.get_write_buffer_size()
+        if left >= before:
+            self._transport.abort()
+        else:
+            self._watch(left)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def data_received(self, data: bytes) -> None:
         self._inner.data_received(data)
@@ -119,9 +152,12 @@ class _Counted(asyncio.Protocol):
         return self._inner.eof_received()
 
     def pause_writing(self) -> None:
+        self._stop_timer()
+        self._watch(self._transport.get_write_buffer_size())
         self._inner.pause_writing()
 
     def resume_writing(self) -> None:
+        self._stop_timer()
         self._inner.resume_writing()
 
 
@@ -129,7 +165,7 @@ class _TooMany(asyncio.Protocol):
     """Says 503 and closes, whatever was asked."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        transport = cast("asyncio.Transport", transport)  # uvloop's are none by their class
         status = HTTPStatus.SERVICE_UNAVAILABLE
         body = json.dumps(
             {

@@ -5,7 +5,6 @@ The list below is all there is; docs/metrics.md and the checks of the alert rule
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -432,7 +431,7 @@ METRICS: tuple[Metric, ...] = (
 async def get_metrics(call: Call) -> web.Response:
     """All numbers in Prometheus' text format."""
     daemon = call.daemon
-    pumps = await asyncio.to_thread(daemon.plane.stats)
+    pumps = await daemon.counters.read()
     rings = _bounded(ring_sums(daemon.attach))
     text = render(Look(daemon, call.request.app, pumps, rings))
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})

@@ -34,7 +34,7 @@ from tierd.api import (
 from tierd.api.access import ACCESS, Access, access_middleware
 from tierd.api.common import DAEMON, EDITS, JUDGES
 from tierd.api.doctor import EXAMINATION, Examination
-from tierd.api.limits import LIMITS, Limits, count_middleware, limits_middleware
+from tierd.api.limits import LIMITS, Limits, Slots, count_middleware, limits_middleware
 from tierd.api.problems import problem_middleware
 from tierd.api.streams import PLACES, Places
 from tierd.config.listen import is_loopback, parse_listen
@@ -104,7 +104,7 @@ def make_app(daemon: Daemon) -> web.Application:
 
 def make_metrics_app(daemon: Daemon, main: web.Application) -> web.Application:
     """Return what the metrics listener serves: nothing that changes or names anybody."""
-    app = web.Application(middlewares=[problem_middleware], client_max_size=0)
+    app = web.Application(middlewares=[problem_middleware, limits_middleware], client_max_size=0)
     app[LIMITS], app[PLACES], app[EXAMINATION] = main[LIMITS], main[PLACES], main[EXAMINATION]
     _share(app, daemon, READ_ONLY)
     return app
@@ -135,6 +135,7 @@ class RestApi:
         self._examine = examine
         self._app = make_app(daemon)
         self.addresses: dict[str, str] = {}  # key -> HOST:PORT that is listened on
+        self.slots: list[Slots] = []  # of each listener, the Unix socket's first
         self._stack = contextlib.AsyncExitStack()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -174,7 +175,7 @@ class RestApi:
         self._app[JUDGES].shutdown(wait=False, cancel_futures=True)
 
     async def _serve(self, app: web.Application) -> Any:
-        """Return a factory of protocols that serve the application."""
+        """Return the factory of protocols that serve the application."""
         runner = web.AppRunner(
             app,
             access_log=None,
@@ -184,8 +185,7 @@ class RestApi:
         )
         await runner.setup()
         self._stack.push_async_callback(runner.cleanup)
-        limits = app[LIMITS]
-        return lambda: limits.factory(runner.server)  # type: ignore[arg-type]
+        return runner.server
 
     def _bind(self, key: str, listen: str) -> socket.socket:
         sock = _bind(key, listen)
@@ -194,8 +194,11 @@ class RestApi:
         return sock
 
     async def _listen(self, make: Any, sock: socket.socket, tls: ssl.SSLContext | None) -> None:
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(make, sock=sock, backlog=BACKLOG, ssl=tls)
+        loop, slots = asyncio.get_running_loop(), Slots(self._app[LIMITS])
+        self.slots.append(slots)
+        server = await loop.create_server(
+            lambda: slots.factory(make), sock=sock, backlog=BACKLOG, ssl=tls
+        )
         self._stack.callback(server.close)
 
 

@@ -147,7 +147,7 @@ class ApiSection(Section):
     )
     tls_key: str = Field("", description="PEM file with the certificate's private key.")
     connections_max: int = Field(
-        128, ge=8, le=4096, description="Connections at once; one more is answered 503 and closed."
+        128, ge=8, le=4096, description="Connections at once of a listener; one more gets 503."
     )
     streams_max: int = Field(
         32,
