@@ -136,7 +136,7 @@ def tag_check(misses: int = 300) -> dict[str, Any]:
         def fill(check: bool) -> None:
             filled.copy_(before)
             kernels_fill.wait_fill[(528,)](
-                lane.words, ring.words, ring.control64, ring.list_rows,
+                lane.words, table.image.number, ring.words, ring.control64, ring.list_rows,
                 ring.list_slots, ring.arena, ring.arena_g_words, table._slots, made.cache.words,
                 ring.fault_words, ring.stats, ring.rows_max, ring.arena_pages, *ring.keys,
                 10**10, GRACE_NS, **table.image.geometry, CHECK=check, num_warps=1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ import pytest
 from tests.daemons import Daemon, Node, engram_node, running
 from tierd.api import rest_client
 from tierd.gpu.client import Client, list_images
+from tierd.gpu.keeper import Keeper
 from tierd.gpu.link import ANSWER_TIMEOUT_S
 from tierd.io import _core
 
@@ -165,3 +167,47 @@ def test_an_engine_ends_while_its_next_daemon_says_nothing(
             # Less than what the keeper gives a daemon to answer.
             pool.submit(engine.client.close).result(ANSWER_TIMEOUT_S / 2)
     node.engine_socket.unlink()
+
+
+class _Hanging:
+    """A guardian that begins to serve when it is looked at, with a read that comes back later."""
+
+    def __init__(self) -> None:
+        self.removals = 0
+        self.ended = False
+
+    def stats(self) -> dict[str, Any]:
+        return {"in_flight": self.removals, "rings": [], "takeovers": 0}
+
+    def remove_channel(self, _: int, __: int) -> bool:
+        self.removals += 1
+        return self.removals == 3
+
+    def stop(self, _: int) -> bool:
+        self.ended = True
+        return True
+
+
+def test_a_removal_that_has_begun_is_brought_to_an_end() -> None:
+    """A guardian that lets go takes nothing new, so one that failed to must be asked again."""
+    keeper: Any = object.__new__(Keeper)
+    before = _Hanging()
+    made: list[_Hanging] = []
+
+    def make_guardian(_: Any) -> Any:
+        made.append(_Hanging())
+        return made[-1], 0, {}
+
+    keeper.link, keeper._make_guardian = None, make_guardian
+    keeper._lock, keeper._stopping, keeper._takeovers_before = threading.Lock(), False, 0
+    keeper._guardian, keeper._guarded = before, 0
+    keeper._stale, keeper._removing = True, False
+    for _ in range(3):
+        keeper._renew_guardian()
+    assert not keeper._stale
+    assert keeper._guardian is made[2]
+    assert [one.ended for one in [before, *made]] == [True, True, True, False]
+    keeper._stale = True
+    keeper._guardian.removals = 1  # busy, and not told to let go: left alone
+    keeper._renew_guardian()
+    assert len(made) == 3

@@ -211,6 +211,24 @@ void a_gather_ages_after_its_kick() {
     CHECK(cache.held(0) == 0 && cache.held(1) == 32);
 }
 
+// A kick that is never gathered waits ages for its fill: its slots must not have gone to others
+// when that comes, nor their rows' bytes been replaced.
+void a_fill_ages_after_its_claim() {
+    Node node(1, 0, {});
+    node.tables[0]->kick(ids_of({1, 2, 3}));
+    for (std::uint64_t kicks = 0; kicks < kAgeMax + 2 * kSweepEvery; ++kicks)
+        node.tables[1]->kick(ids_of({}));
+    node.tables[0]->kick(ids_of({}));
+    for (const auto& table : node.tables) table->set_quota(0);
+    node.tables[1]->set_quota(kWays);
+    std::vector<std::int64_t> ids;
+    for (std::int64_t id = 0; id < kWays; ++id) ids.push_back(id);
+    CHECK(!gather_and_compare(*node.tables[1], *node.images[1], ids));
+    CHECK(node.cache->held(0) == 3);
+    CHECK(!gather_and_compare(*node.tables[0], *node.images[0], {}));
+    CHECK(!gather_and_compare(*node.tables[1], *node.images[1], ids));
+}
+
 void claims_that_were_taken_back() {
     RowCache cache(1, 264, 0);
     cache.attach(0, 32);
@@ -251,6 +269,7 @@ int main() {
     if (tierd::kLongLives) {
         RUN(tierd::a_wrapped_stamp_never_looks_young);
         RUN(tierd::a_gather_ages_after_its_kick);
+        RUN(tierd::a_fill_ages_after_its_claim);
     }
     RUN(tierd::eight_tables_in_four_sets);
     RUN(tierd::eight_tables_with_faults);

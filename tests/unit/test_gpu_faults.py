@@ -207,6 +207,30 @@ def test_a_gather_that_no_kick_has_served(row_format: str) -> None:
             engine.gather(0, ids)
 
 
+@pytest.mark.parametrize("status", ["ok", "read_error"])
+def test_a_fill_ages_after_its_claim_spares_who_has_the_slot_now(image: Image, status: str) -> None:
+    """A claim is not protected for ever; its row must then not land in another row's slot."""
+    with GpuEngine(None, [image], sets=1, quota=8) as engine:
+        server = HandServer(engine, image)
+        ids = torch.arange(4)
+        engine.tables[0].kick(ids)
+        server.answer(status)
+        words = engine.cache.words
+        slot = int(((words >> 24) & ((1 << 34) - 1) == 3).nonzero()[0])  # row 2
+        taken = 51 << 24
+        words[slot] = taken
+        engine.cache.slots.view(torch.uint8).reshape(-1)[:] = 0x5A
+        before = engine.cache.slots.clone().reshape(len(words), -1)
+        with pytest.raises(RowError, match=r"row 2: the row numbers changed|read_error"):
+            engine.gather(0, ids)
+        assert int(words[slot]) == taken
+        now = engine.cache.slots.reshape(len(words), -1)
+        assert torch.equal(now[slot], before[slot])
+        assert engine.held(0) == (4 if status == "ok" else 1)
+        filled = int((now != before).any(1).sum())
+        assert filled == (3 if status == "ok" else 0)
+
+
 def test_request_zero_is_not_answered_by_words_never_written(image: Image) -> None:
     """Sequence 2^32 has the low bits of a status word that is all zeroes."""
     with GpuEngine(None, [image], quota=8, first_sequence=(1 << 32) - 1) as engine:

@@ -82,6 +82,7 @@ class Keeper:
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
         self._next: Link | None = None  # in the making
         self._stale = False  # the guardian has the last daemon's descriptors
+        self._removing = False  # the guardian was told to let the channel go, and takes nothing new
         self._said = ""
         self._guardian: Any = None
         self._guarded = -1  # the channel's number there
@@ -276,17 +277,23 @@ class Keeper:
         than a millisecond nobody guards; whatever happens in it is found afterwards.
         """
         stats = self._guardian.stats()
-        if stats["in_flight"] or any(ring["serving"] for ring in stats["rings"]):
+        busy = stats["in_flight"] or any(ring["serving"] for ring in stats["rings"])
+        if busy and not self._removing:
             return
         with self._lock, contextlib.suppress(AttachError):
             if self._stopping:
                 return
             before, after = self._guardian, self._make_guardian(self.link)
-            if not before.remove_channel(self._guarded, STOP_MS):
-                end_guardian(after[0])  # it began to serve just now, and its reads hang
+            if not before.remove_channel(
+                self._guarded, SWAP_LOOK_MS if self._removing else STOP_MS
+            ):
+                # It began to serve just now, and its reads hang. From now on every look goes on
+                # with the removal, or its rings would have no guardian once the reads are back.
+                self._removing = True
+                end_guardian(after[0])
                 return
             self._guard(*after)
-            self._stale = False
+            self._stale = self._removing = False
             self._takeovers_before += int(before.stats()["takeovers"])
             end_guardian(before)
 

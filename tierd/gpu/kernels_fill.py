@@ -114,16 +114,27 @@ def judge(word_d, word_g, sequence):
 
 
 @triton.jit
+def names_row(word, table, row):
+    """Whether a directory word names the row, whatever its stamp."""
+    return ((word ^ ((table.to(tl.int64) << 58) | ((row + 1) << 24))) >> 24) == 0
+
+
+@triton.jit
 def fill_row(
-    row, slot, sequence, page, slots, words, ring, fault, stats, key0, key1, grace_ns,
+    row, slot, table, sequence, page, slots, words, ring, fault, stats, key0, key1, grace_ns,
     ROWS_PER_PAGE: tl.constexpr, ROW_WORDS: tl.constexpr, BLOCK: tl.constexpr,
     CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Copy one row from its page to its slot, its tag recomputed on the way."""
+    """Copy one row from its page to its slot, its tag recomputed on the way.
+
+    A claim that waited for AGE_MAX kicks may have gone to another row: then nothing is copied.
+    """
     in_page = row % ROWS_PER_PAGE
     index = tl.arange(0, BLOCK)
     inside = index < ROW_WORDS
-    # Both loads are in flight together: the tag is one more read of host memory, not one more trip.
+    # All loads are in flight together: the tag is one more read of host memory, not one more trip.
+    # Volatile: a kick that fills for itself has claimed in the same kernel.
+    word = tl.load(words + slot, volatile=True)
     tag = tl.load(page + ROWS_PER_PAGE * ROW_WORDS + in_page)
     data = tl.load(page + in_page * ROW_WORDS + index, mask=inside, other=0)
     good = True
@@ -133,9 +144,10 @@ def fill_row(
         mixed = tl.where(inside, mixed, 0).to(tl.int32, bitcast=True)
         folded = tl.xor_sum(mixed, 0).to(tl.uint32, bitcast=True)
         good = mix32(folded ^ seed) == tag.to(tl.uint32, bitcast=True)
+    named = names_row(word, table, row)
     if good:
-        tl.store(slots + slot * ROW_WORDS + index, data, mask=inside)
-    else:
+        tl.store(slots + slot * ROW_WORDS + index, data, mask=inside & named)
+    elif named:
         tl.store(words + slot, tl.full((), 0, tl.int64))
         tl.store(stats + S_TAG_ERRORS, tl.load(stats + S_TAG_ERRORS) + 1)
         set_fault(ring, fault, FAULT_TAG, sequence, row)
@@ -144,8 +156,8 @@ def fill_row(
 
 @triton.jit
 def fill_request(
-    sequence, arena_kind, first, step, ring, list_rows, list_slots, arena, arena_g_words, slots,
-    words, fault, stats, rows_max, arena_pages, key0, key1, grace_ns,
+    sequence, arena_kind, first, step, table, ring, list_rows, list_slots, arena, arena_g_words,
+    slots, words, fault, stats, rows_max, arena_pages, key0, key1, grace_ns,
     ROWS_PER_PAGE: tl.constexpr, ROW_WORDS: tl.constexpr, BLOCK: tl.constexpr,
     CHECK: tl.constexpr,
 ):  # fmt: skip
@@ -161,12 +173,13 @@ def fill_request(
         row = tl.load(list_rows + lists + k)
         if slot >= 0:
             if arena_kind == ARENA_NONE:
-                tl.store(words + slot, tl.full((), 0, tl.int64))
+                if names_row(tl.load(words + slot, volatile=True), table, row):
+                    tl.store(words + slot, tl.full((), 0, tl.int64))
             else:
                 page = base + ((first_page + k) % arena_pages) * PAGE_WORDS
                 fill_row(
-                    row, slot, sequence, page, slots, words, ring, fault, stats, key0, key1,
-                    grace_ns, ROWS_PER_PAGE, ROW_WORDS, BLOCK, CHECK,
+                    row, slot, table, sequence, page, slots, words, ring, fault, stats, key0,
+                    key1, grace_ns, ROWS_PER_PAGE, ROW_WORDS, BLOCK, CHECK,
                 )  # fmt: skip
         k += step
 
@@ -187,10 +200,10 @@ def settle(sequence, missing, word_d, word_g, ring, fault, stats, timeout_ns):
 
 
 @triton.jit(do_not_specialize=[
-    "arena_g_words", "rows_max", "arena_pages", "key0", "key1", "timeout_ns", "grace_ns",
+    "table", "arena_g_words", "rows_max", "arena_pages", "key0", "key1", "timeout_ns", "grace_ns",
 ])  # fmt: skip
 def wait_fill(
-    lane, ring, control64, list_rows, list_slots, arena, arena_g_words, slots, words,
+    lane, table, ring, control64, list_rows, list_slots, arena, arena_g_words, slots, words,
     fault, stats, rows_max, arena_pages, key0, key1, timeout_ns, grace_ns,
     ROWS_PER_PAGE: tl.constexpr, ROW_WORDS: tl.constexpr, BLOCK: tl.constexpr,
     CHECK: tl.constexpr,
@@ -231,8 +244,8 @@ def wait_fill(
         while s <= target:
             kind = tl.load(ring + R_D_ARENA + (s & SLOTS_MASK), volatile=True)
             fill_request(
-                s, kind, program.to(tl.int64), tl.num_programs(0), ring, list_rows, list_slots,
-                arena, arena_g_words, slots, words, fault, stats, rows_max, arena_pages,
+                s, kind, program.to(tl.int64), tl.num_programs(0), table, ring, list_rows,
+                list_slots, arena, arena_g_words, slots, words, fault, stats, rows_max, arena_pages,
                 key0.to(tl.uint32), key1.to(tl.uint32), grace_ns,
                 ROWS_PER_PAGE, ROW_WORDS, BLOCK, CHECK,
             )  # fmt: skip

@@ -431,7 +431,7 @@ def make_room(
                 _, missing, word_d, word_g = wait_answer(control64, filled, timeout_ns)
                 kind = settle(filled, missing, word_d, word_g, ring, fault, stats, timeout_ns)
                 fill_request(
-                    filled, kind, filled - filled, 1, ring, list_rows, list_slots, arena,
+                    filled, kind, filled - filled, 1, table, ring, list_rows, list_slots, arena,
                     arena_g_words, slots, words, fault, stats, rows_max, arena_pages, key0, key1,
                     grace_ns, ROWS_PER_PAGE, ROW_WORDS, BLOCK, True,
                 )  # fmt: skip

@@ -388,9 +388,10 @@ class GpuTable:
     def _launch_wait_fill(self, lane: Lane, count: int) -> None:
         ring = self.ring
         kernels_fill.wait_fill[(min(count, FILL_PROGRAMS),)](
-            lane.words, ring.words, ring.control64, ring.list_rows, ring.list_slots, ring.arena,
-            ring.arena_g_words, self._slots, self._cache.words, ring.fault_words, ring.stats,
-            ring.rows_max, ring.arena_pages, *ring.keys, self._timeout_ns, GRACE_NS,
+            lane.words, self.image.number, ring.words, ring.control64, ring.list_rows,
+            ring.list_slots, ring.arena, ring.arena_g_words, self._slots, self._cache.words,
+            ring.fault_words, ring.stats, ring.rows_max, ring.arena_pages, *ring.keys,
+            self._timeout_ns, GRACE_NS,
             **self.image.geometry, CHECK=True, num_warps=1,
         )  # fmt: skip
         if not self._cuda:

@@ -194,6 +194,17 @@ void RowCache::retire(std::uint32_t table, std::uint64_t kick) {
     retired_[table].store(static_cast<std::uint32_t>(kick) & kStampMask, std::memory_order_release);
 }
 
+void RowCache::retire_before(std::uint32_t table, std::uint64_t kick) {
+    // Sweeps restamp the words of a kick ages ago to just behind the retired stamp, which they move
+    // as well. What retire() makes of such a kick could lie past them, and they would go.
+    if (kick + kAgeMax / 2 > kicks()) retire(table, kick - 1);
+}
+
+bool RowCache::names(std::uint32_t table, std::uint64_t row, std::uint32_t slot) const {
+    const std::uint64_t word = Word(words_[slot]).load(std::memory_order_relaxed);
+    return key_part(word) == key_of(table, row);
+}
+
 void RowCache::empty(std::uint32_t table, std::uint64_t row, std::uint32_t slot) {
     const auto shared = share();  // a sweep may not restamp the word meanwhile
     Word word(words_[slot]);

@@ -85,9 +85,13 @@ class RowCache {
 
     // The table has gathered everything that it kicked up to and with number `kick`.
     void retire(std::uint32_t table, std::uint64_t kick);
+    // The table has gathered everything before kick number `kick`, whose claims are in flight.
+    void retire_before(std::uint32_t table, std::uint64_t kick);
     // Takes back a claim whose row never came. Only for slots younger than the retired stamp.
     void empty(std::uint32_t table, std::uint64_t row, std::uint32_t slot);
 
+    // Whether the slot's word names the row.
+    bool names(std::uint32_t table, std::uint64_t row, std::uint32_t slot) const;
     std::uint8_t* bytes(std::uint32_t slot) const {
         return rows_ + static_cast<std::size_t>(slot) * slot_bytes_;
     }

@@ -198,14 +198,13 @@ void TwinTable::look_up_and_publish() {
 // touched may then go, but for slots that are still to be filled: kicks without a gather must not
 // hold the cache for ever.
 void TwinTable::retire_replaced() {
-    std::uint64_t kick = kick_;
     for (std::uint32_t s = filled_ + 1; s != client_.published() + 1; ++s) {
         const Request& request = requests_[s % kRingDepth];
         if (request.abandoned) continue;  // its claims are emptied already
-        kick = request.kick - 1;
-        break;
+        cache_->retire_before(options_.table, request.kick);
+        return;
     }
-    cache_->retire(options_.table, kick);
+    cache_->retire(options_.table, kick_);
 }
 
 void TwinTable::look_up() {
@@ -348,6 +347,8 @@ bool TwinTable::copy_rows(std::uint32_t sequence, const Request& request) {
         const Miss& miss = request.misses[k];
         // Bypass rows of a kick that another one has replaced: nobody will ask for them.
         if (miss.slot == kNoSlot && request.kick != kick_) continue;
+        // A slot that another row has by now must not get this one's bytes.
+        if (miss.slot != kNoSlot && !cache_->names(options_.table, miss.row, miss.slot)) continue;
         const std::uint8_t* page = client_.page(arena, sequence, static_cast<std::uint32_t>(k));
         std::uint8_t* to = miss.slot == kNoSlot ? spill(miss.spill) : cache_->bytes(miss.slot);
         if (copy_row(miss, page, to)) continue;
