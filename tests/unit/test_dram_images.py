@@ -184,6 +184,7 @@ async def test_two_hundred_engines_leave_no_descriptor_and_no_memory_behind(
     before: list[str] = []
     for number in range(210):
         if number == 10:  # what is made once is there
+            assert world.catalog.flush(PATIENCE_S)  # which opens its file in its own time
             before = held()
             # Of each image the file, and what Python's mmap keeps of it.
             assert sum("tierd-image" in link for link in before) == 4
