@@ -232,7 +232,7 @@ def test_free_huge_pages_are_not_taken_for_normal_ones(monkeypatch: pytest.Monke
     size = 1 << 20
     monkeypatch.setattr(memories, "_huge", no_huge_pages)
     monkeypatch.setattr(
-        memories, "memory_available", lambda: memories.HUGE_BYTES + memories.SPARE_BYTES - 1
+        memories, "memory_available", lambda: memories.HUGE_BYTES + memories.memory_spare() - 1
     )
     with pytest.raises(RdmaMemoryError, match="does not fit the 1025 MiB of memory"):
         memories.ImageMemory(size // 4096)

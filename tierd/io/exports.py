@@ -17,7 +17,7 @@ import numpy as np
 from tierd.errors import RdmaMemoryError, VerifyError
 from tierd.io.blocks import FAULT_WORDS, PageReader
 from tierd.io.device import PAGE_BYTES
-from tierd.io.linux import memory_available, populate
+from tierd.io.linux import memory_available, memory_spare, populate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +30,6 @@ HUGE_BYTES = 2 << 20
 BLOCK_PAGES = 512  # read and checked at a time
 # (first page, pages, address, key) of a contiguous piece of an image in a peer's memory.
 Place = tuple[int, int, int, int]
-SPARE_BYTES = 1 << 30  # of the node's memory is left alone
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _MAP_HUGETLB = 0x40000
 _MADV_HUGEPAGE = 14
@@ -83,10 +82,11 @@ def _huge(size: int) -> mmap.mmap:
 
 def _normal(size: int) -> mmap.mmap:
     free = memory_available()
-    if free < size + SPARE_BYTES:
+    spare = memory_spare()
+    if free < size + spare:
         raise RdmaMemoryError(
             f"an export of {size >> 20} MiB does not fit the {free >> 20} MiB of memory that "
-            f"are available, of which {SPARE_BYTES >> 20} MiB are left alone; run: free -m"
+            f"are available, of which {spare >> 20} MiB are left alone; run: free -m"
         )
     try:
         memory = mmap.mmap(-1, size, _PRIVATE)

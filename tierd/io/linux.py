@@ -32,6 +32,11 @@ _FLOCK = struct.Struct("hhqqi4x")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+def memory_spare() -> int:
+    """Bytes that are left to the node when memory is taken for images: 1 GiB, or an eighth."""
+    return min(1 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8)
+
+
 def memory_available() -> int:
     """Bytes of memory that this node could give away without swapping."""
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():

@@ -17,8 +17,8 @@ import numpy as np
 
 from tierd.errors import DramError
 from tierd.io.device import PAGE_BYTES
-from tierd.io.exports import HUGE_BYTES, SPARE_BYTES, load
-from tierd.io.linux import memory_available
+from tierd.io.exports import HUGE_BYTES, load
+from tierd.io.linux import memory_available, memory_spare
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +57,7 @@ class SharedImage:
                 f"({error.strerror})"
             )
             free = memory_available()
-            if free < self.size + SPARE_BYTES:
+            if free < self.size + memory_spare():
                 raise DramError(
                     f"image {image.name} takes {self.size >> 20} MiB of memory, {free >> 20} MiB "
                     "are free; run: tierd plan, or take it out of dram.images"
