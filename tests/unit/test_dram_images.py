@@ -120,16 +120,25 @@ def test_engines_do_not_wait_for_memory_that_is_given_up(
     assert states(dram) == {FIRST: "ready", SECOND: "ready"}
     close = rooms.Held.close
     free: list[bool] = []
+    (second,) = (held for held in dram.listing() if held.image.info.name == SECOND)
 
     def closes(held: rooms.Held) -> None:
         free.append(dram._lock.acquire(blocking=False) and dram._lock.release() is None)
         close(held)
 
+    def fail(*_: object) -> None:
+        raise OSError(5, os.strerror(5))
+
     monkeypatch.setattr(rooms.Held, "close", closes)
     plane.delete(FIRST)
     dram.look()
+    dram._held.clear()  # and loaded anew, which fails
+    close(second)
+    monkeypatch.setattr(shared_image.SharedImage, "load", fail)
+    dram.look()
+    assert states(dram) == {SECOND: "failed"}
     dram.stop()
-    assert free == [True, True]
+    assert free == [True] * 3
 
 
 @pytest.mark.parametrize("how", ["little", "memfd", "seal"])
@@ -175,6 +184,7 @@ async def test_two_hundred_engines_leave_no_descriptor_and_no_memory_behind(
     before: list[str] = []
     for number in range(210):
         if number == 10:  # what is made once is there
+            assert world.catalog.flush(PATIENCE_S)  # which opens its file in its own time
             before = held()
             # Of each image the file, and what Python's mmap keeps of it.
             assert sum("tierd-image" in link for link in before) == 4

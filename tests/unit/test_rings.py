@@ -124,3 +124,19 @@ def test_any_header_is_read_safely(changes: list[tuple[int, int]]) -> None:
         view.stats(ring)
         assert 0 <= view.outstanding(ring) <= protocol.RING_DEPTH
     view.close()
+
+
+def test_a_channel_far_larger_than_its_parts_is_refused() -> None:
+    """A sparse file costs its client nothing, and the daemon's address space twice its size."""
+    channel = make_channel((64, 96, 0, 0))
+    size = 1 << 40
+    fd = os.memfd_create("x", os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        os.pwrite(fd, os.pread(channel.fd, channel.bytes, 0), 0)
+        os.pwrite(fd, struct.pack("<Q", size), 8)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+        with pytest.raises(AttachError, match=f"channel of {size} bytes; its rings and arenas"):
+            ChannelView(fd, LIMITS)
+    finally:
+        os.close(fd)

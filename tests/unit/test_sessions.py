@@ -17,6 +17,7 @@ from tierd.daemon import attach, claims
 from tierd.daemon.attach import AttachServer
 from tierd.daemon.plane import DataPlane
 from tierd.io import _core, wire
+from tierd.io.pool import ALIGN
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -34,8 +35,8 @@ def sockets(directory: Path) -> list[Path]:
     return list(directory.glob("*.sock*"))
 
 
-def make_server(device: Path, tmp_path: Path) -> AttachServer:
-    overrides = {"daemon.runtime_dir": str(tmp_path), "devices.paths": [str(device)]}
+def make_server(device: Path, tmp_path: Path, **more: Any) -> AttachServer:
+    overrides = {"daemon.runtime_dir": str(tmp_path), "devices.paths": [str(device)], **more}
     settings = load(environ={}, overrides=overrides).settings
     catalog = Catalog(tmp_path / "catalog.db")
     plane = DataPlane.open(settings)
@@ -167,6 +168,24 @@ async def test_an_attach_that_fails_half_way_is_undone(
     assert all(image.clients == 0 for image in server.plane.images.values())
     assert (await peer.ask(attach_message(server), channel.fd) or {})["ok"]
     peer.sock.close()
+
+
+async def test_leases_of_a_connection_are_bounded(device: Path, tmp_path: Path) -> None:
+    pool = {"kv.pool_bytes": (attach.LEASES_MAX + 1) * ALIGN}
+    server = make_server(device, tmp_path, **pool)
+    greedy, other = Peer(server), Peer(server)
+    ask = {"op": "kv_lease", "engine": "test", "bytes": 1}
+    for _ in range(attach.LEASES_MAX):
+        assert (await greedy.ask(ask) or {})["ok"]
+    refused = await greedy.ask(ask)
+    assert refused is not None
+    assert "at most 16 leases" in refused["message"]
+    assert (await other.ask(ask) or {})["ok"]
+    for peer in (greedy, other):
+        peer.sock.close()
+    await server.stop(PATIENCE_S)
+    server.plane.close()
+    server.catalog.close()
 
 
 async def test_a_pump_that_stands_still_holds_up_neither_clients_nor_a_stop(

@@ -55,6 +55,7 @@ DETACH_LOOK_S = 0.2
 HANG_LOOKS = 10  # before the log says so
 GIVE_UP_S = 2.0  # for sessions to see that they shall: several looks
 REFUSALS_MAX = 16
+LEASES_MAX = 16  # of the KV pool that one connection holds; engines need one
 ACCEPT_AGAIN_S = 1.0
 _SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
 
@@ -297,6 +298,10 @@ class _Session:
             case "attach":
                 return await self._attach(message, fds)
             case "kv_lease":
+                if len(self._leases) >= LEASES_MAX:
+                    raise AttachError(
+                        f"a connection holds at most {LEASES_MAX} leases; use another"
+                    )
                 lease, answer, memory = self._server.kv.grant(message, self._pid)
                 self._leases.append(lease)
                 return answer, memory

@@ -46,9 +46,9 @@ class Held:
 
     def close(self) -> None:
         """Give the memory up."""
-        if self.memory is not None:
-            self.memory.close()
-            self.memory = None
+        memory, self.memory = self.memory, None
+        if memory is not None:
+            memory.close()
 
 
 class DramImages(Keeper):
@@ -104,7 +104,7 @@ class DramImages(Keeper):
         except (TierdError, OSError, MemoryError) as error:
             with self._lock:
                 held.state, held.reason = "failed", str(error)
-                held.close()
+            held.close()  # outside the lock, as in look(): nobody takes what has failed
             if self._wanted(image):  # else its pages have gone with it: no fault of the device
                 log.error("not in memory", image=image.info.name, reason=str(error))
             return
@@ -136,8 +136,10 @@ class DramImages(Keeper):
 
     def take(self, image: ServedImage) -> tuple[int, int] | None:
         """Return a descriptor of an image in memory, the caller's, and its bytes; or None."""
-        held = self.of(image)
-        with self._lock:
-            if held is None or held.state != "ready" or held.memory is None:
+        with self._lock:  # all of it: what look() closes has left the table under the lock before
+            held = self._held.get(image.info.image_id)
+            if held is None or not same_staging(held.image, image):
+                return None
+            if held.state != "ready" or held.memory is None:
                 return None
             return os.dup(held.memory.fd), held.memory.size

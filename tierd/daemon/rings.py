@@ -22,6 +22,8 @@ from tierd.io._core import protocol
 from tierd.io.samples import SampleReader
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tierd.config import ChannelSection
     from tierd.types import RowSamples
 
@@ -48,6 +50,9 @@ STAT_NAMES = (
 _STATS = struct.Struct(f"<{len(STAT_NAMES)}Q")
 _QUOTA_AT = _STATS.size  # in RingStats
 WAYS = 32
+# Generous, for layouts that newer clients may have.
+RING_BYTES, ROW_BYTES = 1 << 20, 256
+LARGEST_PAGE_BYTES = 1 << 30  # that a memfd may have, whose size is whole pages
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,6 +130,11 @@ class ChannelView:
                 f"the client's arenas have {pages} pages together; "
                 f"channel.arena_pages_max of the daemon is {limits.arena_pages_max}"
             )
+        most = _bytes_max([*self.rings, *self.hints])
+        if size > most:  # the pump maps all of it, and address space is finite, too
+            raise AttachError(
+                f"channel of {size} bytes; its rings and arenas need less than {most}"
+            )
 
     def _read_entry(self, ring: int, size: int, limits: ChannelSection) -> RingLayout:
         offset = protocol.OFFSET_RINGS + ring * protocol.RING_ENTRY_BYTES
@@ -198,6 +208,12 @@ class ChannelView:
         """Unmap."""
         self._readers.clear()  # they look into the mapping
         self._map.close()
+
+
+def _bytes_max(rings: Sequence[RingLayout]) -> int:
+    """Return more than any layout needs: two arenas a ring, and what lies beside them."""
+    beside = sum(RING_BYTES + protocol.RING_DEPTH * ROW_BYTES * ring.rows_max for ring in rings)
+    return LARGEST_PAGE_BYTES + beside + sum(2 * PAGE_BYTES * ring.arena_pages for ring in rings)
 
 
 def _sealed_size(fd: int) -> int:
