@@ -46,6 +46,7 @@ OPERATION = st.one_of(
 )
 
 
+@pytest.mark.timeout(180)  # half a minute of a CPU, in the interpreter
 @settings(
     max_examples=8,
     deadline=None,
