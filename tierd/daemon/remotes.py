@@ -59,6 +59,7 @@ RENEW_S = 1.0
 # A peer whose REST interface is slow is still read; one that is silent for so long is gone.
 SILENT_S = 5.0
 TIMEOUT_S = 2.0  # of a whole question, however its answer comes
+OPEN_S = 10.0  # of the first one: the peer makes queue pairs, and looks ways up for them
 STEADY_S = 2.0  # a connection that lasts so long was a good one
 SAID_MAX = 300  # characters of a peer's reason that are kept
 PROBE_PAGES = 64
@@ -117,20 +118,28 @@ class Caller:
             except (OSError, ssl.SSLError) as error:
                 raise ConfigError(f"remote.ca_file: {ca_file} cannot be used: {error}") from None
 
-    def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Send a request; return its answer.
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> dict[str, Any]:
+        """Send a request; return its answer, which is whole within ``timeout_s`` or TIMEOUT_S.
 
         Raises:
             PeerSilentError: no answer, or none for now: it is busy, or has a fault.
             RdmaPeerError: a refusal, with its reason.
         """
-        deadline = time.monotonic() + TIMEOUT_S
+        patience_s = TIMEOUT_S if timeout_s is None else timeout_s
+        deadline = time.monotonic() + patience_s
         connection: http.client.HTTPConnection
         if self._tls is None:
-            connection = http.client.HTTPConnection(self._host, self._port, timeout=TIMEOUT_S)
+            connection = http.client.HTTPConnection(self._host, self._port, timeout=patience_s)
         else:
             connection = http.client.HTTPSConnection(
-                self._host, self._port, timeout=TIMEOUT_S, context=self._tls
+                self._host, self._port, timeout=patience_s, context=self._tls
             )
         connection.response_class = partial(_Answer, deadline=deadline)  # type: ignore[assignment]
         headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
@@ -251,7 +260,7 @@ class Peer:
         settings = self._settings
         reader = self._reader = open_reader(settings, self._depth, len(self._plane.pumps))
         asked = {"version": VERSION, **reader.asks()}
-        answer = self._ask("POST", "/v1/exports/sessions", asked)
+        answer = self._ask("POST", "/v1/exports/sessions", asked, OPEN_S)
         self._session, self._revision = str(answer["session"]), int(answer["revision"])
         reader.connect(answer)
         offered = []
@@ -343,10 +352,12 @@ class Peer:
             self._plane.note_trouble(self.name, trouble)
             self.reason = trouble
 
-    def _ask(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def _ask(
+        self, method: str, path: str, body: dict[str, Any], timeout_s: float | None = None
+    ) -> dict[str, Any]:
         self._silent = True
         try:
-            answer = self._caller.ask(method, path, body)
+            answer = self._caller.ask(method, path, body, timeout_s=timeout_s)
         except PeerSilentError:
             raise
         except RdmaPeerError:
