@@ -143,9 +143,9 @@ def test_rows_of_another_staging_are_all_read(tmp_path: Path) -> None:
     with running(node, "--config", config):
         assert len(rest_client.get(node.api_socket, "/v1/status")["lossy"]) == 1
         asked = {"kind": "stage", "checkpoint": str(other.path), "model": "v41"}
-        rest_client.change(node.api_socket, "POST", "/v1/jobs", asked)
-        while rest_client.get(node.api_socket, "/v1/jobs")["jobs"][0]["state"] != "done":
-            pass
+        job = rest_client.change(node.api_socket, "POST", "/v1/jobs", asked)["job"]
+        *_, last = rest_client.follow(node.api_socket, f"/v1/jobs/{job}")
+        assert last["state"] == "done"
         ids = np.arange(40).reshape(8, 5)
         got, skipped = rows_of(node, TABLE, ids)
         assert skipped == 0
